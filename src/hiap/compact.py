@@ -1,0 +1,204 @@
+"""The plain modules of the small network. Nothing here knows of gates, topologies or timm.
+
+Tensor names are timm's (`attn.qkv`, `attn.proj`, `mlp.fc1`, `mlp.fc2`), so what was not cut keeps its key.
+A branch is a full module, a `Constant` (all units gone: only the bias is left) or None (gone).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["Attention", "Block", "Constant", "Mlp", "Widths", "shrink_block"]
+
+
+@dataclass(frozen=True)
+class Widths:
+    """The widths of one block. None: the branch is gone; 0 heads or neurons: it is the constant bias."""
+
+    heads: int | None
+    qk_dim: int
+    value_dim: int
+    neurons: int | None
+
+
+class Constant(nn.Module):
+    """A branch without units: whatever comes in, its bias goes out."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        return self.bias.expand_as(x)
+
+
+class Attention(nn.Module):
+    """Self-attention whose q/k width, value width and number of heads are free.
+
+    Args:
+        head_dim: the q/k width of the dense head, which sets the softmax scale whatever `qk_dim` is now.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        qk_dim: int,
+        value_dim: int,
+        head_dim: int,
+        qkv_bias: bool,
+        proj_bias: bool,
+        q_norm: nn.Module,
+        k_norm: nn.Module,
+        attn_drop: nn.Dropout,
+        proj_drop: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qk_dim = qk_dim
+        self.value_dim = value_dim
+        self.head_dim = head_dim
+        self.split = [num_heads * qk_dim, num_heads * qk_dim, num_heads * value_dim]
+        self.qkv = nn.Linear(dim, sum(self.split), bias=qkv_bias)
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+        self.attn_drop = attn_drop
+        self.proj = nn.Linear(num_heads * value_dim, dim, bias=proj_bias)
+        self.proj_drop = proj_drop
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        B, N, _ = x.shape
+        q, k, v = self.qkv(x).split(self.split, dim=-1)
+        q = self.q_norm(q.view(B, N, self.num_heads, self.qk_dim)).transpose(1, 2)  # (B, H, N, Dqk)
+        k = self.k_norm(k.view(B, N, self.num_heads, self.qk_dim)).transpose(1, 2)  # (B, H, N, Dqk)
+        v = v.view(B, N, self.num_heads, self.value_dim).transpose(1, 2)  # (B, H, N, Dv)
+        x = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=attn_mask,
+            dropout_p=self.attn_drop.p if self.training else 0.0,
+            is_causal=is_causal,
+            scale=self.head_dim**-0.5,
+        )
+        x = x.transpose(1, 2).reshape(B, N, self.split[2])
+        x = self.proj_drop(self.proj(x))
+        return x
+
+    def extra_repr(self) -> str:
+        return f"heads={self.num_heads}, qk_dim={self.qk_dim}, value_dim={self.value_dim}"
+
+
+class Mlp(nn.Module):
+    """Two Linears with an activation between them."""
+
+    def __init__(
+        self,
+        dim: int,
+        neurons: int,
+        fc1_bias: bool,
+        fc2_bias: bool,
+        act: nn.Module,
+        drop1: nn.Module,
+        drop2: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, neurons, bias=fc1_bias)
+        self.act = act
+        self.drop1 = drop1
+        self.fc2 = nn.Linear(neurons, dim, bias=fc2_bias)
+        self.drop2 = drop2
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop1(self.act(self.fc1(x)))
+        x = self.drop2(self.fc2(x))
+        return x
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block; either branch may be missing."""
+
+    def __init__(
+        self,
+        norm1: nn.Module,
+        attn: nn.Module | None,
+        ls1: nn.Module,
+        drop_path1: nn.Module,
+        norm2: nn.Module,
+        mlp: nn.Module | None,
+        ls2: nn.Module,
+        drop_path2: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.norm1 = norm1
+        self.attn = attn
+        self.ls1 = ls1
+        self.drop_path1 = drop_path1
+        self.norm2 = norm2
+        self.mlp = mlp
+        self.ls2 = ls2
+        self.drop_path2 = drop_path2
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        if self.attn is not None:
+            x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask, is_causal)))
+        if self.mlp is not None:
+            x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+        return x
+
+
+def shrink_block(block: Any, dim: int, widths: Widths) -> Block:
+    """Build the compact form of a block: new Linears on the meta device, everything else taken over.
+
+    Args:
+        block: a block with timm's member names; its norms, layer scales and drops move to the result.
+        dim: embedding width D.
+    """
+    gone = nn.Identity
+    norm1, attn, ls1, drop_path1 = block.norm1, block.attn, block.ls1, block.drop_path1
+    norm2, mlp, ls2, drop_path2 = block.norm2, block.mlp, block.ls2, block.drop_path2
+    with torch.device("meta"):
+        if widths.heads is None or (widths.heads == 0 and _bias(attn, "proj") is None):
+            norm1, attn, ls1, drop_path1 = gone(), None, gone(), gone()
+        elif widths.heads == 0:
+            norm1, attn, ls1 = gone(), Constant(dim), gone()
+        else:
+            attn = Attention(
+                dim,
+                widths.heads,
+                widths.qk_dim,
+                widths.value_dim,
+                attn.head_dim,
+                attn.qkv.bias is not None,
+                attn.proj.bias is not None,
+                attn.q_norm,
+                attn.k_norm,
+                attn.attn_drop,
+                attn.proj_drop,
+            )
+        if widths.neurons is None or (widths.neurons == 0 and _bias(mlp, "fc2") is None):
+            norm2, mlp, ls2, drop_path2 = gone(), None, gone(), gone()
+        elif widths.neurons == 0:
+            norm2, mlp, ls2 = gone(), Constant(dim), gone()
+        else:
+            mlp = Mlp(
+                dim,
+                widths.neurons,
+                mlp.fc1.bias is not None,
+                mlp.fc2.bias is not None,
+                mlp.act,
+                mlp.drop1,
+                mlp.drop2,
+            )
+    return Block(norm1, attn, ls1, drop_path1, norm2, mlp, ls2, drop_path2).train(block.training)
+
+
+def _bias(branch: Any, last: str) -> Tensor | None:
+    """The bias that outlives the units of a branch."""
+    bias: Tensor | None = branch.bias if isinstance(branch, Constant) else getattr(branch, last).bias
+    return bias

@@ -1,0 +1,219 @@
+"""The one surgery: a network and a topology become a smaller plain network, checked against the gated one.
+
+Every tensor of the result is a slice of a tensor of the source (`slices` names them), a folded bias, or the tensor
+itself. Padding is a slice with index -1: a zero row or column.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hiap.attach import attach, detach, is_gated
+from hiap.compact import Constant, Widths, shrink_block
+from hiap.cost import macs
+from hiap.errors import ExtractionError
+from hiap.families import timm as family
+from hiap.families.timm import ViT
+from hiap.gates import GRANULARITIES
+from hiap.topology import BlockTopology, Topology, harden, set_topology
+
+__all__ = ["TOLERANCE", "Provenance", "difference", "extract", "shrink", "slices"]
+
+# Largest difference allowed, relative to the largest output. Other GEMM shapes round otherwise, so not zero.
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where a compact model comes from; kept as its attribute `hiap`.
+
+    Attributes:
+        topology: what was kept, in units of the model it was extracted from.
+        dense_macs: MACs of that model.
+        logit_difference: measured at extraction, relative to the largest output.
+        tolerance: the difference that would have refused it.
+    """
+
+    topology: Topology
+    round_to: int
+    dense_macs: int
+    logit_difference: float
+    tolerance: float
+
+
+def extract(model: nn.Module, topology: Topology | None = None, round_to: int = 8) -> ViT:
+    """Cut the units that are not kept out of a model; the model itself is not changed.
+
+    Args:
+        model: a gated model, or an ungated one (dense or compact) with a topology.
+        topology: what to keep; by default the decisions of the gates.
+        round_to: pad value dims, q/k dims and neurons to a multiple with zeros, up to the dense width. 1: no padding.
+
+    Returns:
+        A plain module of the model's own class, without gates, masks or hooks, on its device, in its dtype and mode.
+
+    Raises:
+        ExtractionError: the outputs of the result differ from those of the gated model.
+        TopologyError: the topology does not fit the model.
+    """
+    if round_to < 1:
+        raise ValueError(f"round_to must be at least 1; found {round_to}")
+    if topology is None:
+        if not is_gated(model):
+            raise ValueError("the model has no gates: pass a topology, or attach gates with hiap.attach first")
+        topology = harden(model)
+        reference = model
+    else:
+        topology.check(model)
+        reference = _gated(model, topology)
+    dense = detach(copy.deepcopy(model))
+    dense_macs = macs(dense)
+    source = dense.state_dict()
+    trainable = {name: p.requires_grad for name, p in dense.named_parameters()}
+    widths = [block.widths(old, round_to) for block, old in zip(topology.blocks, topology.dense, strict=True)]
+    cuts = slices(topology, widths)
+    folds = _folds(dense, widths)
+    compact = shrink(dense, widths)
+    state = {}
+    for name in compact.state_dict():
+        state[name] = (
+            folds[name] if name in folds else take(source[name], *cuts[name]) if name in cuts else source[name]
+        )
+    compact.load_state_dict(state, strict=True, assign=True)
+    for name, p in compact.named_parameters():
+        p.requires_grad_(trainable.get(name, True))
+    measured, tolerance = _verify(reference, compact)
+    compact.hiap = Provenance(topology, round_to, dense_macs, measured, tolerance)
+    return compact
+
+
+def shrink(model: ViT, widths: Sequence[Widths]) -> ViT:
+    """Replace the blocks of an ungated model by compact ones of these widths, in place; new Linears are on meta."""
+    for i, site in enumerate(family.sites(model)):
+        model.blocks[i] = shrink_block(site.block, site.dim, widths[i])
+    return model
+
+
+def slices(topology: Topology, widths: Sequence[Widths]) -> dict[str, tuple[int, Tensor]]:
+    """For each tensor that is cut: the dimension, and the source index of every row or column, -1 for padding."""
+    cuts = {}
+    for i, (block, old, new) in enumerate(zip(topology.blocks, topology.dense, widths, strict=True)):
+        if new.heads:
+            for name, cut in _attention_cuts(block, old, new).items():
+                cuts[f"blocks.{i}.attn.{name}"] = cut
+        if new.neurons and block.neurons is not None:
+            neurons = _padded(block.neurons, new.neurons)
+            for name, dim in (("fc1.weight", 0), ("fc1.bias", 0), ("fc2.weight", 1)):
+                cuts[f"blocks.{i}.mlp.{name}"] = (dim, neurons)
+    return cuts
+
+
+def _attention_cuts(block: BlockTopology, old: Widths, new: Widths) -> dict[str, tuple[int, Tensor]]:
+    assert block.heads is not None and old.heads is not None
+    queries = _by_head(block.heads, block.qk_dims, old.qk_dim, new.qk_dim)
+    values = _by_head(block.heads, block.value_dims, old.value_dim, new.value_dim)
+    keys = old.heads * old.qk_dim  # offset of k in qkv; v starts at twice that
+    rows = torch.cat([queries, _shift(queries, keys), _shift(values, 2 * keys)])
+    return {"qkv.weight": (0, rows), "qkv.bias": (0, rows), "proj.weight": (1, values)}
+
+
+def _by_head(heads: Sequence[int], dims: Sequence[Sequence[int]], old: int, new: int) -> Tensor:
+    """Source index of each dim of each kept head, every head padded to `new` dims."""
+    return torch.cat([_shift(_padded(kept, new), head * old) for head, kept in zip(heads, dims, strict=True)])
+
+
+def _padded(indices: Sequence[int], length: int) -> Tensor:
+    return torch.tensor([*indices, *[-1] * (length - len(indices))])
+
+
+def _shift(index: Tensor, offset: int) -> Tensor:
+    return torch.where(index < 0, index, index + offset)
+
+
+def take(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
+    """Rows or columns of a tensor by index; -1 gives zeros."""
+    index = index.to(tensor.device)
+    shape = [-1 if d == dim else 1 for d in range(tensor.ndim)]
+    return tensor.index_select(dim, index.clamp(min=0)).masked_fill(index.view(shape) < 0, 0)
+
+
+def _folds(model: nn.Module, widths: Sequence[Widths]) -> dict[str, Tensor]:
+    """The constants that branches without units leave: the last bias, through the layer scale."""
+    folds = {}
+    for i, (site, new) in enumerate(zip(family.sites(model), widths, strict=True)):
+        block = site.block
+        for left, branch, scale, name, last in (
+            (new.heads, block.attn, block.ls1, "attn", "proj"),
+            (new.neurons, block.mlp, block.ls2, "mlp", "fc2"),
+        ):
+            if left == 0 and not isinstance(branch, Constant):
+                bias = getattr(branch, last).bias
+                if bias is not None:
+                    folds[f"blocks.{i}.{name}.bias"] = scale(bias.detach().clone()).detach()
+    return folds
+
+
+def _gated(model: nn.Module, topology: Topology) -> nn.Module:
+    """A copy of the model with gates set to the topology."""
+    reference = detach(copy.deepcopy(model))
+    tied = any(site.qk_norm for site in family.sites(reference))
+    attach(reference, [kind for kind in GRANULARITIES if not (tied and kind == "qk_dim")])
+    set_topology(reference, topology)
+    return reference
+
+
+def _verify(reference: nn.Module, compact: nn.Module) -> tuple[float, float]:
+    """Compare features and logits on random images. Returns the difference and the tolerance.
+
+    The check runs in float32, or float64 for a float64 model. A float32 difference above the tolerance is decided in
+    float64, where the device has it: rounding shrinks there, a mistake does not.
+    """
+    dtype = torch.promote_types(next(compact.parameters()).dtype, torch.float32)
+    measured = difference(reference, compact, dtype)
+    if not measured <= TOLERANCE[dtype] and dtype == torch.float32 and next(compact.parameters()).device.type != "mps":
+        dtype = torch.float64
+        measured = difference(reference, compact, dtype)
+    if not measured <= TOLERANCE[dtype]:
+        raise ExtractionError(
+            f"the extracted network does not reproduce the gated one: they differ by {measured:.3g} of the "
+            f"largest output in {dtype}, allowed {TOLERANCE[dtype]:g}. Nothing was written. If the outputs of the "
+            "model itself are finite, please report this with the model's name and the topology."
+        )
+    return measured, TOLERANCE[dtype]
+
+
+@torch.no_grad()
+def difference(first: ViT, second: ViT, dtype: torch.dtype, images: int = 2) -> float:
+    """Largest difference of features and logits in eval, relative to the largest of the first; NaN if one is NaN."""
+    height, width = family.image_size(first)
+    channels = first.patch_embed.proj.in_channels
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(images, channels, height, width, generator=generator, dtype=torch.float64)
+    outputs = []
+    for model in (first, second):
+        model = copy.deepcopy(model).to(dtype).eval()
+        with _full_precision():
+            features = model.forward_features(x.to(next(model.parameters())))
+            outputs.append((features, model.forward_head(features)))
+    relative = [
+        (a - b).abs().max() / a.abs().max().clamp(min=torch.finfo(dtype).tiny) for a, b in zip(*outputs, strict=True)
+    ]
+    return float(torch.stack(relative).max())
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """No autocast and no TF32 inside."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)

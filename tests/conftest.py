@@ -1,0 +1,76 @@
+"""Small models of every accepted kind, with parameters away from timm's zeros and ones."""
+
+import os
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 7}
+
+# kind -> (timm name, overrides). The names bring the layer types, pooling, tokens and norms of the real models.
+KINDS = {
+    "augreg": ("vit_tiny_patch16_224", {}),
+    "clip": ("vit_base_patch16_clip_224", {}),
+    "clip_quickgelu": ("vit_base_patch16_clip_quickgelu_224", {}),
+    "siglip": ("vit_base_patch16_siglip_224", {}),
+    "siglip_gap": ("vit_base_patch16_siglip_gap_224", {}),
+    "mae": ("vit_base_patch16_224.mae", {}),
+    "deit": ("deit_tiny_patch16_224", {}),
+    "deit_distilled": ("deit_tiny_distilled_patch16_224", {}),
+    "deit3": ("deit3_small_patch16_224", {}),
+    "dinov2": ("vit_small_patch14_dinov2", {}),
+    "dinov2_registers": ("vit_small_patch14_reg4_dinov2", {}),
+    "no_class_token": ("vit_tiny_patch16_224", {"class_token": False, "global_pool": "avg"}),
+    "no_qkv_bias": ("vit_tiny_patch16_224", {"qkv_bias": False}),
+    "no_proj_bias": ("vit_tiny_patch16_224", {"proj_bias": False}),
+    "layer_scale": ("vit_tiny_patch16_224", {"init_values": 0.1}),
+    "drop_path": ("vit_tiny_patch16_224", {"drop_path_rate": 0.2, "proj_drop_rate": 0.1, "attn_drop_rate": 0.1}),
+    "qk_norm": ("vit_tiny_patch16_224", {"qk_norm": True}),
+    "rectangle": ("vit_tiny_patch16_224", {"img_size": (32, 48)}),
+    "dynamic_size": ("vit_tiny_patch16_224", {"dynamic_img_size": True, "dynamic_img_pad": True}),
+    "all_tokens": ("vit_tiny_patch16_224", {"global_pool": ""}),
+    "features": ("vit_tiny_patch16_224", {"num_classes": 0}),
+    "one_channel": ("vit_tiny_patch16_224", {"in_chans": 1}),
+    "rms_norm": ("vit_tiny_patch16_224", {"norm_layer": "rmsnorm", "no_embed_class": True, "pos_embed": "none"}),
+}
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+def make(kind: str = "augreg", **overrides: object) -> VisionTransformer:
+    """A small model of a kind, every parameter random, in float64 and eval."""
+    name, own = KINDS[kind]
+    torch.manual_seed(0)
+    model = timm.create_model(name, **{**SMALL, **own, **overrides})
+    randomise(model)
+    return model.double().eval()
+
+
+def randomise(model: nn.Module, seed: int = 1) -> None:
+    """Move every parameter away from the values that hide a lost bias, norm or branch."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            spread = 0.3 if p.ndim > 1 else 0.5
+            p.copy_(torch.randn(p.shape, generator=generator) * spread)
+            if "norm" in name and name.endswith("weight"):
+                p.add_(1.0)
+
+
+def images(model: VisionTransformer, count: int = 2, seed: int = 2) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    like = next(model.parameters())
+    channels = model.patch_embed.proj.in_channels
+    return torch.randn(count, channels, *model.patch_embed.img_size, generator=generator, dtype=torch.float64).to(like)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param

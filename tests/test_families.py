@@ -1,0 +1,113 @@
+"""Which models qualify, by their real names in timm's registry, built on the meta device."""
+
+import pytest
+import timm
+import torch
+from conftest import make
+from torch import nn
+
+import hiap
+
+ACCEPTED = [
+    "vit_tiny_patch16_224",
+    "vit_base_patch16_224.augreg2_in21k_ft_in1k",
+    "vit_base_patch16_clip_224.openai",
+    "vit_base_patch32_clip_quickgelu_224",
+    "vit_base_patch16_siglip_224",
+    "vit_so400m_patch14_siglip_224",
+    "vit_base_patch16_siglip_gap_224",
+    "vit_base_patch16_224.mae",
+    "deit_base_patch16_224",
+    "deit_base_distilled_patch16_224",
+    "deit3_base_patch16_224",
+    "vit_small_patch14_dinov2",
+    "vit_small_patch14_reg4_dinov2",
+    "vit_base_patch16_gap_224",
+    "vit_medium_patch16_reg4_gap_256",
+    "vit_base_patch16_384",
+]
+
+REFUSED = {
+    "vit_giant_patch14_dinov2": r"blocks\.0\.mlp is a GluMlp: a gated MLP .*would need",
+    "vit_small_patch16_18x2_224": r"blocks\.0 is a ParallelThingsBlock: .*parallel.*would need",
+    "vit_pwee_patch16_reg1_gap_256": r"blocks\.0 is a ParallelScalingBlock: .*parallel",
+    "vit_dwee_patch16_reg1_gap_256": r"blocks\.0\.attn is a DiffAttention: it is not timm's standard attention",
+    "vit_base_patch16_rpn_224": r"blocks\.0 is a ResPostBlock: it normalises after",
+    "vit_relpos_small_patch16_224": "the model is a VisionTransformerRelPos: .*relative position",
+    "vit_small_patch16_dinov3": "the model is a Eva: .*rotary position",
+    "vit_pe_core_tiny_patch16_384": "the model is a Eva: .*rotary position",
+    "eva02_tiny_patch14_224": "the model is a Eva",
+    "beit_base_patch16_224": "the model is a Beit",
+    "vit_tiny_r_s16_p8_224": "patch_embed is a HybridEmbed: .*would need an exact count",
+    "swin_tiny_patch4_window7_224": "the model is a SwinTransformer: it is not a timm VisionTransformer",
+    "resnet18": "the model is a ResNet: it is not a timm VisionTransformer",
+}
+
+
+def on_meta(name: str) -> nn.Module:
+    if not timm.is_model(name.partition(".")[0]):
+        pytest.skip(f"this timm has no {name}")
+    with torch.device("meta"):
+        return timm.create_model(name)
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_accepted(name: str) -> None:
+    model = on_meta(name)
+    depth = len(model.blocks)
+    before = dict(model.named_parameters())
+    hiap.attach(model, hiap.GRANULARITIES)
+    after = dict(model.named_parameters())
+    assert before.items() <= after.items()
+    gated = {key.partition(".gates.")[0] for key in after if ".gates." in key}
+    assert gated == {f"blocks.{i}.{m}" for i in range(depth) for m in ("attn.proj", "attn.qkv", "mlp.fc2")}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    model = on_meta(name)
+    with pytest.raises(hiap.UnsupportedModelError, match=REFUSED[name]):
+        hiap.attach(model)
+    with pytest.raises(hiap.UnsupportedModelError, match=REFUSED[name]):
+        hiap.macs(model)
+    assert not list(hiap.gates(model))
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("scale_attn_norm", r"blocks\.0\.attn\.norm is a LayerNorm: a norm between the units"),
+        ("scale_mlp_norm", r"blocks\.0\.mlp\.norm is a LayerNorm: a norm between the units"),
+    ],
+)
+def test_norms_between_units_and_their_readers_are_refused(option: str, message: str) -> None:
+    with pytest.raises(hiap.UnsupportedModelError, match=message):
+        hiap.attach(make(**{option: True}))
+
+
+def test_gated_attention_is_refused() -> None:
+    model = make()
+    model.blocks[1].attn.gate = nn.Linear(24, 24)
+    with pytest.raises(hiap.UnsupportedModelError, match=r"blocks\.1\.attn\.gate is a Linear: gated attention"):
+        hiap.attach(model)
+
+
+def test_layers_replaced_by_the_user_are_refused() -> None:
+    class LoraLinear(nn.Linear):
+        pass
+
+    model = make()
+    model.blocks[2].mlp.fc2 = LoraLinear(96, 24)
+    with pytest.raises(hiap.UnsupportedModelError, match=r"blocks\.2\.mlp\.fc2 is a LoraLinear: .*nn\.Linear"):
+        hiap.attach(model)
+
+
+def test_the_attention_pool_is_counted_and_never_gated() -> None:
+    model = hiap.attach(make("siglip"), hiap.GRANULARITIES)
+    assert not any("attn_pool" in name for name, m in model.named_modules() if isinstance(m, hiap.Gate))
+    without = make("siglip")
+    without.attn_pool = None
+    without.global_pool = "avg"
+    N, D, F = 16, 24, without.blocks[0].mlp.fc1.out_features
+    pool = D * D + N * 2 * D * D + 2 * N * D + D * D + 2 * D * F
+    assert hiap.macs(make("siglip")) - hiap.macs(without) == pool

@@ -3,13 +3,13 @@ import itertools
 import pytest
 import timm
 import torch
-from conftest import images, make
-from test_gates import ALL, PAPER, granularities, scatter_logits
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import hiap
+from conftest import images, make
 from hiap.attach import gates_by_block, noise_source
+from test_gates import ALL, PAPER, granularities, scatter_logits
 
 PAPER_TOPOLOGIES = {  # the paper's layer table for DeiT-Base, with the MACs it follows from
     10.08: (

@@ -3,10 +3,10 @@
 import pytest
 import timm
 import torch
-from conftest import make
 from torch import nn
 
 import hiap
+from conftest import make
 
 ACCEPTED = [
     "vit_tiny_patch16_224",

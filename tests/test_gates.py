@@ -3,14 +3,14 @@ import math
 
 import pytest
 import torch
-from conftest import KINDS, images, make
-from reference import naive_forward
 from timm.optim import create_optimizer_v2
 from timm.utils import ModelEmaV3
 from torch.nn.parallel import DistributedDataParallel
 
 import hiap
+from conftest import KINDS, images, make
 from hiap.attach import gates_by_block, noise_source
+from reference import naive_forward
 
 ALL = hiap.GRANULARITIES
 PAPER = ("head", "block", "value_dim", "neuron")
@@ -21,10 +21,10 @@ def granularities(kind: str) -> list[str]:
     return [name for name in ALL if not (kind == "qk_norm" and name == "qk_dim")]
 
 
-def scatter_logits(model: torch.nn.Module, seed: int = 3) -> None:
+def scatter_logits(model: torch.nn.Module, seed: int = 3, mean: float = 0.0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for gate in hiap.gates(model):
-        gate.logit.data = torch.randn(gate.logit.shape, generator=generator).to(gate.logit) * 2
+        gate.logit.data = torch.randn(gate.logit.shape, generator=generator).to(gate.logit) * 2 + mean
 
 
 @pytest.mark.parametrize("temperature", [2.0, 0.5, 0.05])
@@ -100,7 +100,7 @@ def test_dense_checkpoints_load_into_gated_models_and_back() -> None:
 def test_a_checkpoint_with_half_of_the_gates_does_not_load_strictly() -> None:
     model = hiap.attach(make())
     state = {key: value for key, value in model.state_dict().items() if ".gates.head." not in key}
-    with pytest.raises(RuntimeError, match="gates.head.logit"):
+    with pytest.raises(RuntimeError, match=r"gates\.head\.logit"):
         model.load_state_dict(state, strict=True)
 
 

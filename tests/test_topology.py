@@ -2,10 +2,10 @@ import json
 
 import pytest
 import torch
-from conftest import make
-from test_gates import ALL, scatter_logits
 
 import hiap
+from conftest import make
+from test_gates import ALL, scatter_logits
 
 FULL8 = tuple(range(8))
 
@@ -108,7 +108,8 @@ def test_save_and_load(tmp_path) -> None:
         ('{"format": 1, "dense": [], "blocks": [{}]}', "1 blocks and 0 dense widths"),
         ('{"format": 1, "dense": [{"heads": 1}], "blocks": [{}]}', "wrong shape"),
         (
-            '{"format": 1, "dense": [{"heads": 3, "qk_dim": 8, "value_dim": 8, "neurons": 9}], "blocks": [{"head": 1}]}',
+            '{"format": 1, "dense": [{"heads": 3, "qk_dim": 8, "value_dim": 8, "neurons": 9}], '
+            '"blocks": [{"head": 1}]}',
             "block 0: unknown entry 'head'",
         ),
     ],

@@ -1,0 +1,265 @@
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import hiap
+from conftest import images, make
+from test_gates import granularities, scatter_logits
+
+
+def compact_of(kind: str = "augreg", seed: int = 3, **overrides: object) -> nn.Module:
+    model = hiap.attach(make(kind, **overrides), granularities(kind))
+    scatter_logits(model, seed)
+    return hiap.extract(model, round_to=3)
+
+
+def test_save_and_load(kind: str, tmp_path: Path) -> None:
+    for seed in range(3):
+        compact = compact_of(kind, seed)
+        hiap.save(compact, tmp_path / "model")
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
+        assert sorted(p.name for p in (tmp_path / "model").iterdir()) == ["config.json", "model.safetensors"]
+        loaded = hiap.load(tmp_path / "model")
+        x = images(compact)
+        assert torch.equal(loaded(x), compact(x)) and not loaded.training
+        assert loaded.state_dict().keys() == compact.state_dict().keys()
+        assert str(loaded.train()) == str(compact.train())  # dropout and drop path come back too
+        assert loaded.hiap == compact.hiap and loaded.pretrained_cfg == compact.pretrained_cfg
+        assert hiap.macs(loaded) == hiap.macs(compact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_dtype_is_kept(dtype: torch.dtype, tmp_path: Path) -> None:
+    compact = compact_of().to(dtype)
+    hiap.save(compact, tmp_path / "model")
+    assert {p.dtype for p in hiap.load(tmp_path / "model").parameters()} == {dtype}
+
+
+def test_what_was_changed_since_extraction_is_saved(tmp_path: Path) -> None:
+    compact = compact_of("siglip_gap")
+    compact.reset_classifier(5)
+    compact.set_input_size((40, 48))
+    hiap.save(compact, tmp_path / "model", class_names=list("abcde"))
+    loaded = hiap.load(tmp_path / "model")
+    assert torch.equal(loaded(images(compact)), compact(images(compact)))
+    assert loaded.class_names == list("abcde")
+    hiap.save(loaded, tmp_path / "again")
+    assert hiap.load(tmp_path / "again").class_names == list("abcde")
+
+
+def test_pruned_twice_and_saved(tmp_path: Path) -> None:
+    once = hiap.attach(compact_of("dinov2"))
+    scatter_logits(once, 5, mean=1.0)
+    twice = hiap.extract(once)
+    hiap.save(twice, tmp_path / "model")
+    assert torch.equal(hiap.load(tmp_path / "model")(images(twice)), twice(images(twice)))
+
+
+def test_config_says_what_the_model_is(tmp_path: Path) -> None:
+    compact = compact_of()
+    hiap.save(compact, tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    assert config["format"] == 1 and config["family"] == "timm" and config["round_to"] == 3
+    assert config["macs"] == hiap.macs(compact) and config["dense_macs"] == hiap.macs(make())
+    assert config["versions"] == {"hiap": hiap.__version__, "torch": torch.__version__, "timm": timm.__version__}
+    assert config["logit_difference"] == compact.hiap.logit_difference <= config["tolerance"]
+    assert hiap.Topology.from_json(config["topology"]) == compact.hiap.topology
+    heads = [b.attn.num_heads if hasattr(b.attn, "num_heads") else None for b in compact.blocks]
+    assert [block["heads"] or None for block in config["blocks"]] == heads
+
+
+def test_timm_creates_it(tmp_path: Path) -> None:
+    compact = compact_of()
+    hiap.save(compact, tmp_path / "model")
+    x = images(compact)
+    for pretrained in (False, True):
+        model = timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=pretrained).eval()
+        assert torch.equal(model(x), compact(x))
+    model = timm.create_model(f"local-dir:{tmp_path / 'model'}", num_classes=4, img_size=48)
+    assert model.num_classes == 4 and model.patch_embed.grid_size == (6, 6)
+    with pytest.raises(ValueError, match="takes num_classes and img_size; found drop_rate"):
+        timm.create_model(f"local-dir:{tmp_path / 'model'}", drop_rate=0.1)
+    with pytest.raises(ValueError, match="local-dir:FOLDER"):
+        timm.create_model("hiap_vit")
+
+
+def edit(change: Callable[[dict], object]) -> Callable[[Path], object]:
+    def apply(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        change(config)
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return apply
+
+
+def truncate(folder: Path) -> None:
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(file.seek(0, os.SEEK_END) // 2)
+
+
+def strip_metadata(folder: Path) -> None:
+    save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors")
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated weights": (truncate, r"model\.safetensors is damaged or cut short"),
+    "empty weights": (lambda f: (f / "model.safetensors").write_bytes(b""), "is damaged or cut short"),
+    "weights of another tool": (strip_metadata, r"was not written by hiap\.save"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), r"has no model\.safetensors"),
+    "no config": (lambda f: (f / "config.json").unlink(), r"has no config\.json: it is not a compact model"),
+    "cut config": (lambda f: (f / "config.json").write_text('{"format": 1,'), "is not valid JSON"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "another project's"),
+    "another project": (lambda f: (f / "config.json").write_text('{"model_type": "vit"}'), "another project's"),
+    "unknown format": (edit(lambda c: c.update(format=2)), "has format 2; this version reads 1. Update hiap"),
+    "entry missing": (edit(lambda c: c.pop("blocks")), "lacks blocks; it was edited"),
+    "width edited": (edit(lambda c: c["blocks"][0].update(neurons=1)), r"config\.json was edited, or belongs to other"),
+    "epsilon edited": (edit(lambda c: c["skeleton"]["arguments"].update(norm_eps=0.1)), "was edited"),
+    "macs edited": (edit(lambda c: c.update(macs=1)), "was edited"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_folders_are_refused(damage: str, tmp_path: Path) -> None:
+    break_it, message = DAMAGE[damage]
+    hiap.save(compact_of(), tmp_path / "model")
+    break_it(tmp_path / "model")
+    with pytest.raises(hiap.CheckpointError, match=message):
+        hiap.load(tmp_path / "model")
+
+
+def test_missing_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(hiap.CheckpointError, match="nowhere: no such folder"):
+        hiap.load(tmp_path / "nowhere")
+
+
+def test_files_of_two_models_do_not_mix(tmp_path: Path) -> None:
+    hiap.save(compact_of(seed=1), tmp_path / "a")
+    hiap.save(compact_of(seed=2), tmp_path / "b")
+    (tmp_path / "a/config.json").write_bytes((tmp_path / "b/config.json").read_bytes())
+    with pytest.raises(hiap.CheckpointError, match="belongs to other weights"):
+        hiap.load(tmp_path / "a")
+
+
+def test_class_names_may_be_edited(tmp_path: Path) -> None:
+    hiap.save(compact_of(), tmp_path / "model")
+    edit(lambda c: c.update(class_names=list("abcdefg")))(tmp_path / "model")
+    assert hiap.load(tmp_path / "model").class_names == list("abcdefg")
+
+
+class TestRefusesToSave:
+    def test_models_that_are_not_compact(self, tmp_path: Path) -> None:
+        for model in (make(), hiap.attach(make()), hiap.attach(compact_of())):
+            with pytest.raises(hiap.CheckpointError, match=r"make one with hiap\.extract"):
+                hiap.save(model, tmp_path / "model")
+        assert not list(tmp_path.iterdir())
+
+    def test_models_the_recipe_cannot_express(self, tmp_path: Path) -> None:
+        other_head = compact_of()
+        other_head.head = nn.Sequential(nn.Linear(24, 8), nn.ReLU(), nn.Linear(8, 7)).double()
+        other_norm = compact_of()
+        other_norm.norm.eps = 10.0
+        own_class = compact_of()
+        own_class.__class__ = type("MyViT", (type(own_class),), {})
+        for model in (other_head, other_norm, own_class):
+            with pytest.raises(hiap.CheckpointError, match="recipe"):
+                hiap.save(model, tmp_path / "model")
+        assert not list(tmp_path.iterdir())
+
+    def test_into_a_folder_that_holds_something_else(self, tmp_path: Path) -> None:
+        (tmp_path / "notes.txt").write_text("mine")
+        with pytest.raises(hiap.CheckpointError, match=r"holds 'notes\.txt', which saving would remove"):
+            hiap.save(compact_of(), tmp_path)
+        with pytest.raises(hiap.CheckpointError, match="is a file; name a folder"):
+            hiap.save(compact_of(), tmp_path / "notes.txt")
+        other = tmp_path / "other"
+        other.mkdir()
+        (other / "config.json").write_text('{"model_type": "vit"}')
+        with pytest.raises(hiap.CheckpointError, match="another project's"):
+            hiap.save(compact_of(), other)
+        assert (other / "config.json").read_text() == '{"model_type": "vit"}'
+
+    def test_wrong_class_names(self, tmp_path: Path) -> None:
+        with pytest.raises(hiap.CheckpointError, match="2 class names for 7 classes"):
+            hiap.save(compact_of(), tmp_path / "model", class_names=["cat", "dog"])
+
+
+KILLED_SAVE = """
+import os, signal, sys
+from pathlib import Path
+import safetensors.torch
+import hiap
+
+source, target, step = sys.argv[1], sys.argv[2], int(sys.argv[3])
+model = hiap.load(source)
+calls = 0
+
+def killing(original):
+    def call(*arguments, **options):
+        global calls
+        calls += 1
+        if calls == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments, **options)
+    return call
+
+safetensors.torch.save_file = killing(safetensors.torch.save_file)
+Path.write_text = killing(Path.write_text)
+Path.rename = killing(Path.rename)
+hiap.save(model, target)
+"""
+
+
+def test_a_killed_save_leaves_the_old_folder_or_none(tmp_path: Path) -> None:
+    old, new = compact_of(seed=1), compact_of(seed=2)
+    hiap.save(new, tmp_path / "source")
+    runs = []
+    for step in range(1, 6):  # weights, config, old folder aside, new folder in place, no kill
+        target = tmp_path / f"target{step}"
+        hiap.save(old, target)
+        command = [sys.executable, "-c", KILLED_SAVE, str(tmp_path / "source"), str(target), str(step)]
+        runs.append((target, subprocess.Popen(command)))
+    states = []
+    for target, run in runs:
+        killed = run.wait(timeout=120) == -signal.SIGKILL
+        logits = hiap.load(target)(images(old)) if target.exists() else None
+        state = "none" if logits is None else "old" if torch.equal(logits, old(images(old))) else "new"
+        assert state != "new" or torch.equal(logits, new(images(new)))
+        states.append((killed, state))
+        hiap.save(new, target)  # and the next save works
+        assert torch.equal(hiap.load(target)(images(new)), new(images(new)))
+    assert states == [(True, "old"), (True, "old"), (True, "old"), (True, "none"), (False, "new")]
+
+
+def test_a_failed_save_leaves_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = compact_of(seed=1)
+    hiap.save(old, tmp_path / "model")
+
+    def full_disk(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        hiap.save(compact_of(seed=2), tmp_path / "model")
+    assert torch.equal(hiap.load(tmp_path / "model")(images(old)), old(images(old)))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
+
+
+def test_loading_allocates_no_second_copy(tmp_path: Path) -> None:
+    compact = compact_of()
+    hiap.save(compact, tmp_path / "model")
+    loaded = hiap.load(tmp_path / "model")
+    assert all(p.device.type == "cpu" for p in loaded.parameters())  # nothing was left on meta
+    assert all(p.requires_grad for p in loaded.parameters())
+    copied = copy.deepcopy(loaded)
+    assert torch.equal(copied(images(compact)), compact(images(compact)))

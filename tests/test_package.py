@@ -1,0 +1,62 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hiap
+from conftest import make
+from hiap.cli import main
+
+OPTIONAL = [
+    "accelerate",
+    "matplotlib",
+    "onnx",
+    "onnxruntime",
+    "pytest",
+    "rich",
+    "sklearn",
+    "tensorboard",
+    "transformers",
+]
+
+
+def test_import_is_light() -> None:
+    code = (
+        "import sys, hiap, torch\n"
+        "assert not torch.cuda.is_initialized()\n"
+        f"print([name for name in {OPTIONAL} if name in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_public_names() -> None:
+    promised = {"attach", "macs", "MacCost", "harden", "Topology", "extract", "save", "load", "Gate"}
+    assert promised <= set(hiap.__all__) and all(hasattr(hiap, name) for name in hiap.__all__)
+
+
+def test_cli_shows_a_saved_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make()
+    topology = hiap.Topology.from_counts(model, heads=[1, 0, None], neurons=[9, 0, None])
+    hiap.save(hiap.extract(model, topology), tmp_path / "model")
+    assert main(["info", str(tmp_path / "model")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines[-3:]] == [
+        ["0", "1", "8", "8", "16"],
+        ["1", "0", "0", "0", "0"],
+        ["2", "-", "0", "0", "-"],
+    ]
+
+
+def test_cli_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", str(tmp_path / "nowhere")]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == f"hiap: {tmp_path / 'nowhere'}: no such folder\n" and not captured.out
+
+
+def test_cli_without_a_command_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "example: hiap info" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"hiap {hiap.__version__}\n"

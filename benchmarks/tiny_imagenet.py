@@ -3,7 +3,7 @@
     python benchmarks/tiny_imagenet.py --data DIR --weights vit_tiny_tin128.safetensors
 
 DIR holds `val.jpg`, a sheet of 64-pixel tiles: row i is class i, one column an image. Preprocessing: bytes / 255,
-normalise with mean = std = 0.5, bicubic interpolation to 128 without a crop. Prints one line a model; --json writes JSON.
+normalise with mean = std = 0.5, bicubic interpolation to 128 without a crop. One line a model; --json writes JSON.
 """
 
 import argparse

@@ -38,7 +38,8 @@ KINDS = {
     "all_tokens": ("vit_tiny_patch16_224", {"global_pool": ""}),
     "features": ("vit_tiny_patch16_224", {"num_classes": 0}),
     "one_channel": ("vit_tiny_patch16_224", {"in_chans": 1}),
-    "rms_norm": ("vit_tiny_patch16_224", {"norm_layer": "rmsnorm", "no_embed_class": True, "pos_embed": "none"}),
+    "rms_norm": ("vit_tiny_patch16_224", {"norm_layer": "rmsnorm", "no_embed_class": True}),
+    "no_positions": ("vit_tiny_patch16_224", {"pos_embed": "none", "class_token": False, "global_pool": "avg"}),
 }
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"

@@ -16,7 +16,8 @@ import hiap
 def main() -> None:
     torch.manual_seed(0)
     dense = timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=10)
-    print(f"dense      {hiap.macs(dense) / 1e6:7.1f} M MACs")
+    dense_macs = hiap.macs(dense)
+    print(f"dense      {dense_macs / 1e6:7.1f} M MACs")
 
     gated = hiap.attach(dense)  # in place: the same model, with gates on heads, value dims, FFN blocks and neurons
     print(f"attached   {sum(gate.logit.numel() for gate in hiap.gates(gated))} gates")
@@ -26,7 +27,7 @@ def main() -> None:
     print(f"hardened   {hiap.macs(gated) / 1e6:7.1f} M MACs")
 
     compact = hiap.extract(gated)  # a plain module, checked against the gated one
-    kept = hiap.macs(compact) / compact.hiap.dense_macs
+    kept = hiap.macs(compact) / dense_macs
     print(f"extracted  {hiap.macs(compact) / 1e6:7.1f} M MACs, widths padded to 8: {kept:.0%} of the dense model")
     print(f"verified   logits differ by {compact.hiap.logit_difference:.1e} (allowed {compact.hiap.tolerance:.0e})")
 

@@ -1,20 +1,22 @@
-import copy
 import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import timm
 import torch
 from safetensors.torch import load_file, save_file
+from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import hiap
 from conftest import images, make
+from hiap.families.timm import build
 from test_gates import granularities, scatter_logits
 
 
@@ -73,6 +75,11 @@ def test_config_says_what_the_model_is(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "model/config.json").read_text())
     assert config["format"] == 1 and config["family"] == "timm" and config["round_to"] == 3
     assert config["macs"] == hiap.macs(compact) and config["dense_macs"] == hiap.macs(make())
+    larger = hiap.load(tmp_path / "model")
+    larger.set_input_size((48, 48))
+    hiap.save(larger, tmp_path / "larger")
+    found = json.loads((tmp_path / "larger/config.json").read_text())
+    assert found["dense_macs"] == hiap.macs(make(img_size=48)) > found["macs"] == hiap.macs(larger)
     assert config["versions"] == {"hiap": hiap.__version__, "torch": torch.__version__, "timm": timm.__version__}
     assert config["logit_difference"] == compact.hiap.logit_difference <= config["tolerance"]
     assert hiap.Topology.from_json(config["topology"]) == compact.hiap.topology
@@ -127,6 +134,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "width edited": (edit(lambda c: c["blocks"][0].update(neurons=1)), r"config\.json was edited, or belongs to other"),
     "epsilon edited": (edit(lambda c: c["skeleton"]["arguments"].update(norm_eps=0.1)), "was edited"),
     "macs edited": (edit(lambda c: c.update(macs=1)), "was edited"),
+    "another family": (edit(lambda c: c.update(family="other")), "names the family 'other'"),
+    "wrong class names": (edit(lambda c: c.update(class_names=["a"])), "class_names must be a list of 7 names"),
+    "wrong pretrained_cfg": (edit(lambda c: c.update(pretrained_cfg=[1])), "pretrained_cfg must be an object"),
+    "deep config": (lambda f: (f / "config.json").write_text("[" * 100_000), "is not valid JSON"),
 }
 
 
@@ -169,10 +180,14 @@ class TestRefusesToSave:
         other_head = compact_of()
         other_head.head = nn.Sequential(nn.Linear(24, 8), nn.ReLU(), nn.Linear(8, 7)).double()
         other_norm = compact_of()
-        other_norm.norm.eps = 10.0
+        other_norm.norm.eps = 1e-7
+        other_scale = compact_of(seed=1)
+        next(b for b in other_scale.blocks if hasattr(b.attn, "head_dim")).attn.head_dim = 9
+        other_drop = compact_of()
+        next(b for b in other_drop.blocks if hasattr(b.mlp, "drop2")).mlp.drop2.p = 0.5
         own_class = compact_of()
         own_class.__class__ = type("MyViT", (type(own_class),), {})
-        for model in (other_head, other_norm, own_class):
+        for model in (other_head, other_norm, other_scale, other_drop, own_class):
             with pytest.raises(hiap.CheckpointError, match="recipe"):
                 hiap.save(model, tmp_path / "model")
         assert not list(tmp_path.iterdir())
@@ -189,6 +204,16 @@ class TestRefusesToSave:
         with pytest.raises(hiap.CheckpointError, match="another project's"):
             hiap.save(compact_of(), other)
         assert (other / "config.json").read_text() == '{"model_type": "vit"}'
+
+    def test_into_the_working_folder_or_below_a_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(hiap.CheckpointError, match="is or holds the working folder"):
+            hiap.save(compact_of(), ".")
+        Path("file").write_text("mine")
+        with pytest.raises(hiap.CheckpointError, match="cannot be made a folder"):
+            hiap.save(compact_of(), "file/model")
+        hiap.save(compact_of(), "model/")
+        assert hiap.load("model").training is False
 
     def test_wrong_class_names(self, tmp_path: Path) -> None:
         with pytest.raises(hiap.CheckpointError, match="2 class names for 7 classes"):
@@ -256,11 +281,47 @@ def test_a_failed_save_leaves_the_old_folder(tmp_path: Path, monkeypatch: pytest
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
 
 
-def test_loading_allocates_no_second_copy(tmp_path: Path) -> None:
+def test_an_interrupted_save_puts_the_old_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = compact_of(seed=1)
+    hiap.save(old, tmp_path / "model")
+    rename = Path.rename
+
+    def interrupted(self: Path, target: Path) -> Path:
+        if self.name == "new":
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        hiap.save(compact_of(seed=2), tmp_path / "model")
+    assert torch.equal(hiap.load(tmp_path / "model")(images(old)), old(images(old)))
+
+
+def test_loading_builds_on_the_meta_device(tmp_path: Path) -> None:
     compact = compact_of()
     hiap.save(compact, tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    assert {p.device.type for p in build(config["skeleton"]).parameters()} == {"meta"}
     loaded = hiap.load(tmp_path / "model")
-    assert all(p.device.type == "cpu" for p in loaded.parameters())  # nothing was left on meta
-    assert all(p.requires_grad for p in loaded.parameters())
-    copied = copy.deepcopy(loaded)
-    assert torch.equal(copied(images(compact)), compact(images(compact)))
+    assert all(p.device.type == "cpu" and p.requires_grad for p in loaded.parameters())
+    with pytest.raises(RuntimeError, match="gpu"):
+        hiap.load(tmp_path / "model", device="gpu")
+
+
+def test_a_model_without_timms_metadata(tmp_path: Path) -> None:
+    model = VisionTransformer(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=7).eval()
+    gelu = partial(nn.GELU, approximate="tanh")
+    tanh = VisionTransformer(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, act_layer=gelu).eval()
+    for dense in (model, tanh):
+        compact = hiap.extract(dense, hiap.Topology.from_counts(dense, heads=[1, 2]))
+        hiap.save(compact, tmp_path / "model")
+        created = timm.create_model(f"local-dir:{tmp_path / 'model'}").eval()
+        assert torch.equal(created(images(dense)), compact(images(dense)))
+
+
+def test_names_of_an_earlier_classifier_are_dropped(tmp_path: Path) -> None:
+    hiap.save(compact_of(), tmp_path / "model", class_names=list("abcdefg"))
+    loaded = hiap.load(tmp_path / "model")
+    loaded.reset_classifier(5)
+    hiap.save(loaded.double(), tmp_path / "model")
+    assert not hasattr(hiap.load(tmp_path / "model"), "class_names")

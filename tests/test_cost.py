@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import hiap
 from conftest import images, make
 from hiap.attach import gates_by_block, noise_source
+from hiap.families.timm import sites
 from test_gates import ALL, PAPER, granularities, scatter_logits
 
 PAPER_TOPOLOGIES = {  # the paper's layer table for DeiT-Base, with the MACs it follows from
@@ -96,8 +97,10 @@ def test_macs_at_another_image_size() -> None:
     assert hiap.macs(model, img_size=(48, 40)) == hiap.macs(other) == counted_macs(other, images(other))
     padded = make("dynamic_size")
     assert hiap.macs(padded, img_size=33) == hiap.macs(padded, img_size=40)
+    with pytest.raises(ValueError, match="img_size 36x36 is not a multiple of the 8x8 patch"):
+        hiap.macs(model, img_size=36)
     with pytest.raises(ValueError, match="img_size 4x4 is smaller than one 8x8 patch"):
-        hiap.macs(model, img_size=4)
+        hiap.macs(make("dynamic_size"), img_size=4)
 
 
 def test_a_classifier_of_unknown_cost_is_refused() -> None:
@@ -192,3 +195,15 @@ def test_only_what_a_gate_can_remove_is_prunable() -> None:
         assert left == pytest.approx(cost.fixed, rel=1e-12)
     protected = hiap.MacCost(hiap.attach(make(), PAPER, keep_blocks=(0,)))
     assert protected.dense == pytest.approx(2 / 3 * hiap.MacCost(hiap.attach(make())).dense)
+
+
+def test_parameters_are_counted_exactly(kind: str) -> None:
+    model = make(kind)
+    cost = hiap.ParamCost(hiap.attach(make(kind), granularities(kind)))
+    assert cost.fixed + cost.dense == sum(p.numel() for p in model.parameters())
+    for heads, neurons in (([1, 2, 3], [1, 9, 96]), ([0, None, 3], [0, None, 7])):
+        topology = hiap.Topology.from_counts(model, heads=heads, neurons=neurons, value_dims=[3, 8, 5])
+        compact = hiap.extract(model, topology, round_to=1)
+        widths = [b.widths(w) for b, w in zip(topology.blocks, topology.dense, strict=True)]
+        total = cost.outside + sum(cost.block(s, w) for s, w in zip(sites(model), widths, strict=True))
+        assert total == sum(p.numel() for p in compact.parameters())

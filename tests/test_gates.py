@@ -8,7 +8,7 @@ from timm.utils import ModelEmaV3
 from torch.nn.parallel import DistributedDataParallel
 
 import hiap
-from conftest import KINDS, images, make
+from conftest import images, make
 from hiap.attach import gates_by_block, noise_source
 from reference import naive_forward
 
@@ -157,6 +157,11 @@ def test_one_draw_a_forward_that_depends_on_seed_and_count_alone() -> None:
     assert not torch.equal(hiap.attach(make(), seed=6).train()(x), first)
     one = model.forward_features(x)  # a forward that enters below the root draws too
     assert not torch.equal(model.forward_features(x), one)
+    model.blocks[0].eval()  # a frozen block stops its own noise only
+    assert not torch.equal(model(x), model(x))
+    draws = noise_source(model).draws
+    model.eval()(x)
+    assert noise_source(model).draws == draws
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -167,6 +172,16 @@ def test_gradient_checkpointing_sees_the_same_draw(reentrant: bool, monkeypatch:
         model = hiap.attach(make(), ALL).train()
         model.set_grad_checkpointing(checkpointing)
         model(images(model).requires_grad_()).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_checkpointing_the_whole_model_sees_the_same_draw() -> None:
+    gradients = []
+    for wrap in (False, True):
+        model = hiap.attach(make()).train()
+        x = images(model).requires_grad_()
+        (torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False) if wrap else model(x)).sum().backward()
         gradients.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
@@ -226,6 +241,7 @@ def test_protected_blocks_have_no_gates() -> None:
         ({"granularities": ()}, "found none"),
         ({"keep_blocks": (3,)}, r"keep_blocks \[3\]: the model has blocks 0 to 2"),
         ({"keep_blocks": (0, 1, 2)}, "nothing to gate"),
+        ({"logit": float("nan")}, "logit must be finite"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict, message: str) -> None:
@@ -253,4 +269,6 @@ def test_the_kinds_are_what_they_say() -> None:
     assert make("dinov2").blocks[0].ls1.gamma.numel() and make("dinov2_registers").num_reg_tokens == 4
     assert make("deit_distilled").num_prefix_tokens == 2 and make("deit3").no_embed_class
     assert not isinstance(make("clip").norm_pre, torch.nn.Identity)
-    assert len(KINDS) == len({str(make(kind)) + kind for kind in KINDS})
+    assert "eps=1e-05" in str(make("clip").norm) and "QuickGELU" in str(make("clip_quickgelu"))
+    assert make("qk_norm").blocks[0].attn.q_norm.weight.shape == (8,) and make("no_positions").pos_embed is None
+    assert make("no_qkv_bias").blocks[0].attn.qkv.bias is None and make("no_proj_bias").blocks[0].mlp.fc2.bias is None

@@ -78,6 +78,8 @@ def test_from_counts_keeps_the_first_units_unless_indices_are_given() -> None:
         ({"neurons": [True, 1, 1]}, "found True"),
         ({"value_dims": [[1, 2], 8, 8]}, "block 0: value_dims has 2 entries for 3 kept heads"),
         ({"qk_dims": [9, 8, 8]}, "block 0: qk_dims: found 9, expected 0 to 8"),
+        ({"value_dims": [None, 8, 8]}, "block 0: value_dims: found None, expected a count or indices"),
+        ({"qk_dims": [[8, None, 8], 8, 8]}, "block 0: qk_dims: found None"),
     ],
 )
 def test_wrong_counts_are_refused(arguments: dict, message: str) -> None:
@@ -104,6 +106,11 @@ def test_save_and_load(tmp_path) -> None:
     [
         ("{", "is not valid JSON"),
         ("[]", "not a topology"),
+        ("[" * 100_000, "is not valid JSON"),
+        (
+            '{"format": 1, "dense": [{"heads": "x", "qk_dim": 8, "value_dim": 8, "neurons": 9}], "blocks": [{}]}',
+            "numbers",
+        ),
         ('{"format": 9, "dense": [], "blocks": []}', "topology format 9 is unknown; this version reads 1"),
         ('{"format": 1, "dense": [], "blocks": [{}]}', "1 blocks and 0 dense widths"),
         ('{"format": 1, "dense": [{"heads": 1}], "blocks": [{}]}', "wrong shape"),
@@ -127,3 +134,20 @@ def test_a_topology_of_another_model_is_refused() -> None:
         hiap.extract(make(), topology)
     with pytest.raises(hiap.TopologyError, match="the topology has 3 blocks, the model 2"):
         hiap.extract(make(depth=2), hiap.Topology.from_counts(make()))
+
+
+def test_dims_belong_to_the_heads_they_were_given_for() -> None:
+    topology = hiap.Topology.from_counts(make(), heads=[[2, 0], 3, 3], value_dims=[[3, [1, 5]], 8, 8])
+    assert topology.blocks[0].heads == (0, 2)
+    assert topology.blocks[0].value_dims == ((1, 5), (0, 1, 2))
+
+
+def test_integers_of_other_libraries_are_read() -> None:
+    counts = torch.tensor([1, 2, 3])
+    same = hiap.Topology.from_counts(make(), heads=list(counts), neurons=list(counts.numpy()))
+    assert same == hiap.Topology.from_counts(make(), heads=[1, 2, 3], neurons=[1, 2, 3])
+
+
+def test_set_topology_needs_a_positive_logit() -> None:
+    with pytest.raises(ValueError, match="logit must be positive; found -3"):
+        hiap.set_topology(hiap.attach(make()), hiap.Topology.from_counts(make()), logit=-3.0)

@@ -12,7 +12,7 @@ from importlib.metadata import version
 
 from hiap.attach import attach, detach, gates, parameter_groups, set_gates
 from hiap.checkpoint import load, save
-from hiap.cost import Counts, MacCost, expected_counts, hard_counts, macs
+from hiap.cost import Counts, MacCost, ParamCost, expected_counts, hard_counts, macs
 from hiap.errors import CheckpointError, ExtractionError, TopologyError, UnsupportedModelError
 from hiap.extract import Provenance, extract
 from hiap.gates import GRANULARITIES, Gate
@@ -28,6 +28,7 @@ __all__ = [
     "ExtractionError",
     "Gate",
     "MacCost",
+    "ParamCost",
     "Provenance",
     "Topology",
     "TopologyError",

@@ -6,6 +6,7 @@ renamed, so a dense checkpoint loads into a gated model, and no forward of the m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -55,6 +56,8 @@ def attach(
         ValueError: an unknown granularity or block, or a model that already has gates.
     """
     blocks = family.sites(model)
+    if not math.isfinite(logit):
+        raise ValueError(f"logit must be finite; found {logit}")
     chosen = _check_granularities(granularities)
     kept = _check_blocks(keep_blocks, len(blocks))
     if is_gated(model):
@@ -84,8 +87,8 @@ def _check_granularities(names: Iterable[str]) -> set[str]:
     return chosen
 
 
-def _check_blocks(indices: Iterable[int], depth: int) -> set[int]:
-    indices = list(indices)
+def _check_blocks(indices: Iterable[int] | int, depth: int) -> set[int]:
+    indices = [indices] if isinstance(indices, int) else list(indices)
     wrong = [i for i in indices if not -depth <= i < depth]
     if wrong:
         raise ValueError(f"keep_blocks {wrong}: the model has blocks 0 to {depth - 1}")
@@ -207,5 +210,5 @@ def parameter_groups(model: ViT, weight_decay: float = 0.05, gate_lr: float | No
     groups: list[dict[str, Any]] = param_groups_weight_decay(model, weight_decay, exempt)
     for group in groups:
         group["params"] = [p for p in group["params"] if id(p) not in logits]
-    group = {"params": [gate.logit for gate in gates(model)], "weight_decay": 0.0}
+    group = {"params": [gate.logit for gate in gates(model) if gate.logit.requires_grad], "weight_decay": 0.0}
     return [*groups, group if gate_lr is None else {**group, "lr": gate_lr}]

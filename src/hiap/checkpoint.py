@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
 from importlib.metadata import version
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from timm.models import register_model
 
 from hiap.attach import is_gated
 from hiap.compact import Widths
-from hiap.cost import macs
+from hiap.cost import macs, macs_of_widths
 from hiap.errors import CheckpointError
-from hiap.extract import TOLERANCE, Provenance, difference, shrink
+from hiap.extract import Provenance, probe, shrink
 from hiap.families import timm as family
 from hiap.families.timm import ViT
 from hiap.topology import Topology
@@ -38,7 +39,7 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 DIGEST = "hiap_config_sha256"
 EDITABLE = ("class_names", "pretrained_cfg")  # outside the digest: they describe the use, not the network
-REQUIRED = ("format", "family", "skeleton", "blocks", "topology", "round_to", "macs", "dense_macs", "logit_difference")
+REQUIRED = ("skeleton", "blocks", "dense", "topology", "round_to", "macs", "logit_difference", "tolerance")
 
 Folder = str | os.PathLike[str]
 
@@ -53,14 +54,17 @@ def save(compact: ViT, folder: Folder, class_names: Sequence[str] | None = None)
         CheckpointError: the model is not a compact one or cannot be rebuilt, or the folder holds something else.
             Nothing has been written.
     """
-    target = Path(folder)
+    target = Path(folder).resolve()
     _check_target(target)
     if is_gated(compact) or not isinstance(getattr(compact, "hiap", None), Provenance):
         raise CheckpointError("only a compact model can be saved; make one with hiap.extract")
     config = _describe(compact, class_names)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in compact.state_dict().items()}
     _check_rebuild(compact, config, state)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{target.parent} cannot be made a folder: {error}") from error
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
         new, old = Path(scratch, "new"), Path(scratch, "old")
         new.mkdir()
@@ -69,7 +73,12 @@ def save(compact: ViT, folder: Folder, class_names: Sequence[str] | None = None)
         (new / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
         if target.exists():
             target.rename(old)
-        new.rename(target)
+        try:
+            new.rename(target)
+        except BaseException:
+            if old.exists():
+                old.rename(target)
+            raise
 
 
 def load(folder: Folder, device: torch.device | str = "cpu") -> ViT:
@@ -80,21 +89,18 @@ def load(folder: Folder, device: torch.device | str = "cpu") -> ViT:
     """
     path = Path(folder)
     config = _read_config(path)
-    state = _read_weights(path, config, str(device))
+    state = _read_weights(path, config, str(torch.device(device)))
     try:
         model = _build(config)
         model.load_state_dict(state, strict=True, assign=True)
         topology = Topology.from_json(config["topology"])
+        dense = tuple(Widths(**widths) for widths in config["dense"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{path}: {CONFIG} does not describe the weights in {WEIGHTS}: {error}") from error
-    if macs(model) != config["macs"]:
-        raise CheckpointError(f"{path}: {CONFIG} states {config['macs']} MACs, the model has {macs(model)}")
-    model.hiap = Provenance(
-        topology, config["round_to"], config["dense_macs"], config["logit_difference"], config["tolerance"]
-    )
+    model.hiap = Provenance(topology, dense, config["round_to"], config["logit_difference"], config["tolerance"])
     if config.get("class_names"):
         model.class_names = list(config["class_names"])
-    if config.get("pretrained_cfg") is not None:
+    if config.get("pretrained_cfg"):
         cfg = {k: tuple(v) if isinstance(v, list) else v for k, v in config["pretrained_cfg"].items()}
         model.pretrained_cfg = model.default_cfg = cfg
     return model.eval()
@@ -105,10 +111,12 @@ def _describe(model: ViT, class_names: Sequence[str] | None) -> dict[str, Any]:
     cfg: Any = getattr(model, "pretrained_cfg", None)
     cfg = asdict(cfg) if is_dataclass(cfg) and not isinstance(cfg, type) else cfg
     # Where timm would fetch the dense weights from says nothing about this folder.
-    cfg = {k: v for k, v in cfg.items() if k not in ("file", "source", "state_dict")} if cfg is not None else None
-    names = class_names or getattr(model, "class_names", None) or (cfg or {}).get("label_names")
+    cfg = {k: v for k, v in (cfg or {}).items() if k not in ("file", "source", "state_dict")}
+    if class_names is not None and len(class_names) != model.num_classes:
+        raise CheckpointError(f"{len(class_names)} class names for {model.num_classes} classes")
+    names = class_names or getattr(model, "class_names", None) or cfg.get("label_names")
     if names is not None and len(names) != model.num_classes:
-        raise CheckpointError(f"{len(names)} class names for {model.num_classes} classes")
+        names = None  # those of an earlier classifier
     return {
         "format": FORMAT,
         "architecture": hiap_vit.__name__,
@@ -117,7 +125,7 @@ def _describe(model: ViT, class_names: Sequence[str] | None) -> dict[str, Any]:
         "num_classes": model.num_classes,
         "num_features": model.num_features,
         "macs": macs(model),
-        "dense_macs": provenance.dense_macs,
+        "dense_macs": macs_of_widths(model, provenance.dense),
         "params": sum(p.numel() for p in model.parameters()),
         "round_to": provenance.round_to,
         "logit_difference": provenance.logit_difference,
@@ -126,6 +134,7 @@ def _describe(model: ViT, class_names: Sequence[str] | None) -> dict[str, Any]:
         "pretrained_cfg": cfg,
         "skeleton": family.describe(model),
         "blocks": [asdict(site.widths) for site in family.sites(model)],
+        "dense": [asdict(widths) for widths in provenance.dense],
         "topology": provenance.topology.to_json(),
     }
 
@@ -137,23 +146,30 @@ def _build(config: dict[str, Any]) -> ViT:
 
 def _check_rebuild(model: ViT, config: dict[str, Any], state: dict[str, torch.Tensor]) -> None:
     """Refuse a model that the recipe does not rebuild, as one with a classifier of somebody's own."""
-    dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+    like = next(model.parameters())
     try:
         rebuilt = _build(config)
         rebuilt.load_state_dict(state, strict=True, assign=True)
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"the model was changed in a way the recipe cannot express: {error}") from error
-    measured = difference(model, rebuilt.to(next(model.parameters()).device), dtype)
-    if not measured <= TOLERANCE[dtype]:
-        raise CheckpointError(
-            f"the model rebuilt from its recipe differs by {measured:.3g} of the largest output: some layer was "
-            "changed in a way the recipe cannot express"
-        )
+    for has, gives in zip_longest(str(model).splitlines(), str(rebuilt).splitlines(), fillvalue=""):
+        if has != gives:
+            raise CheckpointError(
+                "the model was changed in a way the recipe cannot express: "
+                f"it has {has.strip()!r}, the recipe gives {gives.strip()!r}"
+            )
+    outputs = zip(probe(model, like.dtype), probe(rebuilt.to(like.device), like.dtype), strict=True)
+    if not all(torch.equal(a, b) for a, b in outputs):
+        raise CheckpointError("the model rebuilt from its recipe has other outputs: some layer was changed")
 
 
 def _check_target(target: Path) -> None:
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is a file; name a folder")
+    if target == Path.cwd() or target in Path.cwd().parents:
+        raise CheckpointError(
+            f"{target} is or holds the working folder and cannot be replaced; name a folder inside it"
+        )
     if target.is_dir():
         foreign = sorted(entry.name for entry in target.iterdir() if entry.name not in (CONFIG, WEIGHTS))
         if foreign:
@@ -173,7 +189,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} has no {CONFIG}: it is not a compact model")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not valid JSON ({error}); it was edited or cut short") from error
     if not isinstance(config, dict) or config.get("architecture") != hiap_vit.__name__:
         raise CheckpointError(
@@ -183,9 +199,16 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{file} has format {config.get('format')!r}; this version reads {FORMAT}. Update hiap to read a newer one"
         )
+    if config.get("family") != family.FAMILY:
+        raise CheckpointError(f"{file} names the family {config.get('family')!r}; this version knows {family.FAMILY!r}")
     missing = [key for key in REQUIRED if key not in config]
     if missing:
         raise CheckpointError(f"{file} lacks {', '.join(missing)}; it was edited")
+    names, cfg = config.get("class_names"), config.get("pretrained_cfg")
+    if names is not None and (not isinstance(names, list) or len(names) != config.get("num_classes")):
+        raise CheckpointError(f"{file}: class_names must be a list of {config.get('num_classes')} names, or null")
+    if cfg is not None and not isinstance(cfg, dict):
+        raise CheckpointError(f"{file}: pretrained_cfg must be an object")
     return config
 
 

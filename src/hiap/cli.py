@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _info(folder: str) -> int:
     import hiap
+    from hiap.cost import macs_of_widths
     from hiap.families import timm as family
 
     try:
@@ -44,7 +45,7 @@ def _info(folder: str) -> int:
     except hiap.CheckpointError as error:
         print(f"hiap: {error}", file=sys.stderr)
         return 1
-    macs, dense = hiap.macs(model), model.hiap.dense_macs
+    macs, dense = hiap.macs(model), macs_of_widths(model, model.hiap.dense)
     params = sum(p.numel() for p in model.parameters())
     print(f"MACs        {macs / 1e9:.4f} G, {macs / dense:.1%} of {dense / 1e9:.4f} G")
     print(f"parameters  {params / 1e6:.3f} M")

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Attention", "Block", "Constant", "Mlp", "Widths", "shrink_block"]
+__all__ = ["Attention", "Block", "Constant", "Mlp", "Widths", "has_bias", "shrink_block"]
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,16 @@ class Widths:
 
 
 class Constant(nn.Module):
-    """A branch without units: whatever comes in, its bias goes out."""
+    """A branch without units: whatever comes in, the bias of its last layer goes out."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, drop: nn.Module) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.empty(dim))
+        self.drop = drop
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        return self.bias.expand_as(x)
+        x = self.drop(self.bias.expand_as(x))
+        return x
 
 
 class Attention(nn.Module):
@@ -163,10 +165,10 @@ def shrink_block(block: Any, dim: int, widths: Widths) -> Block:
     norm1, attn, ls1, drop_path1 = block.norm1, block.attn, block.ls1, block.drop_path1
     norm2, mlp, ls2, drop_path2 = block.norm2, block.mlp, block.ls2, block.drop_path2
     with torch.device("meta"):
-        if widths.heads is None or (widths.heads == 0 and _bias(attn, "proj") is None):
+        if widths.heads is None or (widths.heads == 0 and not has_bias(attn, "proj")):
             norm1, attn, ls1, drop_path1 = gone(), None, gone(), gone()
         elif widths.heads == 0:
-            norm1, attn, ls1 = gone(), Constant(dim), gone()
+            norm1, attn = gone(), Constant(dim, attn.drop if isinstance(attn, Constant) else attn.proj_drop)
         else:
             attn = Attention(
                 dim,
@@ -181,10 +183,10 @@ def shrink_block(block: Any, dim: int, widths: Widths) -> Block:
                 attn.attn_drop,
                 attn.proj_drop,
             )
-        if widths.neurons is None or (widths.neurons == 0 and _bias(mlp, "fc2") is None):
+        if widths.neurons is None or (widths.neurons == 0 and not has_bias(mlp, "fc2")):
             norm2, mlp, ls2, drop_path2 = gone(), None, gone(), gone()
         elif widths.neurons == 0:
-            norm2, mlp, ls2 = gone(), Constant(dim), gone()
+            norm2, mlp = gone(), Constant(dim, mlp.drop if isinstance(mlp, Constant) else mlp.drop2)
         else:
             mlp = Mlp(
                 dim,
@@ -198,7 +200,6 @@ def shrink_block(block: Any, dim: int, widths: Widths) -> Block:
     return Block(norm1, attn, ls1, drop_path1, norm2, mlp, ls2, drop_path2).train(block.training)
 
 
-def _bias(branch: Any, last: str) -> Tensor | None:
-    """The bias that outlives the units of a branch."""
-    bias: Tensor | None = branch.bias if isinstance(branch, Constant) else getattr(branch, last).bias
-    return bias
+def has_bias(branch: Any, last: str) -> bool:
+    """Whether a bias outlives the units of a branch, of which `last` is the last layer."""
+    return isinstance(branch, Constant) or getattr(branch, last).bias is not None

@@ -6,17 +6,29 @@ expected number of open heads, value dims, q/k dims and neurons of each block.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from hiap.attach import gates_by_block, is_gated
-from hiap.compact import Widths
+from hiap.attach import gates, gates_by_block, is_gated
+from hiap.compact import Widths, has_bias
 from hiap.families import timm as family
+from hiap.families.timm import Site
 from hiap.topology import Topology, harden
 
-__all__ = ["Counts", "MacCost", "expected_counts", "hard_counts", "macs"]
+__all__ = [
+    "Cost",
+    "Counts",
+    "MacCost",
+    "ParamCost",
+    "expected_counts",
+    "hard_counts",
+    "joint_counts",
+    "macs",
+    "macs_of_widths",
+]
 
 ImageSize = int | tuple[int, int] | None
 
@@ -30,14 +42,18 @@ def macs(model: nn.Module, img_size: ImageSize = None, round_to: int = 1) -> int
         img_size: of the input; the model's own by default.
         round_to: the multiple that widths are padded to; it concerns gated models only.
     """
-    sites = family.sites(model)
-    widths = [site.widths for site in sites]
+    widths = [site.widths for site in family.sites(model)]
     if is_gated(model):
         blocks = harden(model).blocks
         widths = [block.widths(dense, round_to) for block, dense in zip(blocks, widths, strict=True)]
+    return macs_of_widths(model, widths, img_size)
+
+
+def macs_of_widths(model: nn.Module, widths: Sequence[Widths], img_size: ImageSize = None) -> int:
+    """Exact MACs of one image, were the blocks of the model of these widths."""
     n = family.tokens(model, img_size)
     return family.fixed_macs(model, img_size) + sum(
-        _block_macs(n, site.dim, one) for site, one in zip(sites, widths, strict=True)
+        _block_macs(n, site.dim, one) for site, one in zip(family.sites(model), widths, strict=True)
     )
 
 
@@ -62,12 +78,18 @@ def expected_counts(model: nn.Module) -> Counts:
 
     The noise of the gates is independent, so the expectation of a product is the product of the probabilities.
     """
+    widths = [site.widths for site in family.sites(model)]
+    return joint_counts(
+        [{k: gate.probability() for k, gate in kinds.items()} for kinds in gates_by_block(model)], widths
+    )
+
+
+def joint_counts(probabilities: Sequence[dict[str, Tensor]], widths: Sequence[Widths]) -> Counts:
+    """Expected numbers of open units from the probabilities of each block's gates; what has no gate is open."""
+    some = next((p for block in probabilities for p in block.values()), torch.ones(1, dtype=torch.float64))
+    one = torch.ones(1, device=some.device, dtype=some.dtype)
     rows = []
-    for site, gates in zip(family.sites(model), gates_by_block(model), strict=True):
-        p = {kind: gate.probability() for kind, gate in gates.items()}
-        like = next(iter(p.values())) if p else next(model.parameters())
-        one = torch.ones(1, device=like.device, dtype=torch.promote_types(like.dtype, torch.float32))
-        w = site.widths
+    for p, w in zip(probabilities, widths, strict=True):
         heads = (p.get("attention", one) * p.get("head", one)).expand(w.heads or 0, 1)
         rows.append(
             torch.stack(
@@ -96,41 +118,27 @@ def hard_counts(topology: Topology) -> Counts:
     return Counts(*torch.tensor(rows, dtype=torch.float64).T)
 
 
-class MacCost:
-    """The cost of a gated model: `fixed + macro(counts) + micro(counts)`.
+class Cost:
+    """A cost that is linear in the open units: `fixed + macro(counts) + micro(counts)`.
 
     Args:
         model: a gated model (or an ungated one, of which everything counts as prunable).
-        accounting: "exact" counts MACs as extraction saves them; "paper" uses the paper's C1, C2 and C3, which count
-            FLOPs (two a MAC) and charge the value projection to the head.
 
     Attributes:
         fixed: cost of what no gate can remove: stem, classifier, protected blocks, ungated units.
         dense: the prunable cost with everything open; losses are divided by it.
     """
 
-    def __init__(self, model: nn.Module, accounting: str = "exact", img_size: ImageSize = None) -> None:
-        if accounting not in ("exact", "paper"):
-            raise ValueError(f"accounting must be 'exact' or 'paper'; found {accounting!r}")
-        sites, gates = family.sites(model), gates_by_block(model)
+    def __init__(self, model: nn.Module, outside: float) -> None:
+        sites, kinds_by_block = family.sites(model), gates_by_block(model)
         ungated = not is_gated(model)
-        n = family.tokens(model, img_size)
-        self.fixed = float(family.fixed_macs(model, img_size) * (2 if accounting == "paper" else 1))
+        self.outside = self.fixed = float(outside)
         self.dense = 0.0
         rows = []
-        for site, kinds in zip(sites, gates, strict=True):
-            w, d = site.widths, site.dim
-            heads, qk, values, neurons = w.heads or 0, w.qk_dim, w.value_dim, w.neurons or 0
-            if accounting == "paper" and "qk_dim" in kinds:
-                raise ValueError("the paper's accounting has no q/k dims; use accounting='exact' with qk_dim gates")
-            # A full unit's cost: head (fixed part), value dim, q/k dim, neuron.
-            if accounting == "paper":
-                unit = [2 * n * d * (2 * qk + values) + 2 * n * n * qk, 2 * n * d + 2 * n * n, 0, 4 * n * d]
-            elif "qk_dim" in kinds:
-                unit = [0, 2 * n * d + n * n, 2 * n * d + n * n, 2 * n * d]
-            else:
-                unit = [qk * (2 * n * d + n * n), 2 * n * d + n * n, 0, 2 * n * d]
-            full = [heads, heads * values, heads * qk, neurons]
+        for site, kinds in zip(sites, kinds_by_block, strict=True):
+            w = site.widths
+            unit = self.unit_costs(site, "qk_dim" in kinds)
+            full = [w.heads or 0, (w.heads or 0) * w.value_dim, (w.heads or 0) * w.qk_dim, w.neurons or 0]
             branch = ungated or not kinds.keys().isdisjoint({"head", "attention"})
             prunable = [
                 branch,
@@ -143,6 +151,14 @@ class MacCost:
             rows.append([float(u) if can else 0.0 for u, can in zip(unit, prunable, strict=True)])
         weights = torch.tensor(rows, dtype=torch.float64).T
         self._head, self._value_dim, self._qk_dim, self._neuron = weights
+
+    def unit_costs(self, site: Site, qk_gated: bool) -> tuple[float, float, float, float]:
+        """Cost of a head (its fixed part), a value dim, a q/k dim (0 where heads carry it) and a neuron."""
+        raise NotImplementedError
+
+    def block(self, site: Site, widths: Widths) -> int:
+        """Exact cost of a block of these widths."""
+        raise NotImplementedError
 
     def macro(self, counts: Counts) -> Tensor:
         """Cost of open heads whatever their width; empty where q/k dims are gated."""
@@ -159,6 +175,72 @@ class MacCost:
     def total(self, counts: Counts) -> Tensor:
         """Cost of the whole network."""
         return self.fixed + self.macro(counts) + self.micro(counts)
+
+
+class MacCost(Cost):
+    """Multiply-accumulates of one image.
+
+    Args:
+        accounting: "exact" counts MACs as extraction saves them; "paper" uses the paper's C1, C2 and C3, which count
+            FLOPs (two a MAC) and charge the value projection to the head.
+    """
+
+    def __init__(self, model: nn.Module, accounting: str = "exact", img_size: ImageSize = None) -> None:
+        if accounting not in ("exact", "paper"):
+            raise ValueError(f"accounting must be 'exact' or 'paper'; found {accounting!r}")
+        self.accounting = accounting
+        self.tokens = family.tokens(model, img_size)
+        super().__init__(model, family.fixed_macs(model, img_size) * (2 if accounting == "paper" else 1))
+
+    def unit_costs(self, site: Site, qk_gated: bool) -> tuple[float, float, float, float]:
+        n, d, w = self.tokens, site.dim, site.widths
+        if self.accounting == "paper":
+            if qk_gated:
+                raise ValueError("the paper's accounting has no q/k dims; use accounting='exact' with qk_dim gates")
+            c1 = 2 * n * d * (2 * w.qk_dim + w.value_dim) + 2 * n * n * w.qk_dim
+            return c1, 2 * n * d + 2 * n * n, 0, 4 * n * d
+        dim = 2 * n * d + n * n
+        return (0, dim, dim, 2 * n * d) if qk_gated else (w.qk_dim * dim, dim, 0, 2 * n * d)
+
+    def block(self, site: Site, widths: Widths) -> int:
+        return _block_macs(self.tokens, site.dim, widths)
+
+
+class ParamCost(Cost):
+    """Parameters. Linear in the units but for what goes with a whole branch (norm, bias, layer scale)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        logits = {id(gate.logit) for gate in gates(model)}
+        whole = sum(p.numel() for p in model.parameters() if id(p) not in logits)
+        sites = family.sites(model)
+        super().__init__(model, whole - sum(self.block(site, site.widths) for site in sites))
+        self.fixed = whole - self.dense
+
+    def unit_costs(self, site: Site, qk_gated: bool) -> tuple[float, float, float, float]:
+        d, w, block = site.dim, site.widths, site.block
+        row = d + (block.attn.qkv.bias is not None) if w.heads else 0
+        neuron = 2 * d + (block.mlp.fc1.bias is not None) if w.neurons else 0
+        return (0, row + d, 2 * row, neuron) if qk_gated else (2 * row * w.qk_dim, row + d, 0, neuron)
+
+    def block(self, site: Site, widths: Widths) -> int:
+        block, (head, value_dim, _, neuron) = site.block, self.unit_costs(site, False)
+        total = 0.0
+        if widths.heads:
+            per_head = head * widths.qk_dim / site.widths.qk_dim + value_dim * widths.value_dim
+            total += widths.heads * per_head + _numel([block.norm1, block.attn.q_norm, block.attn.k_norm])
+        if widths.neurons:
+            total += widths.neurons * neuron + _numel([block.norm2])
+        for left, branch, scale, last in (
+            (widths.heads, block.attn, block.ls1, "proj"),
+            (widths.neurons, block.mlp, block.ls2, "fc2"),
+        ):
+            if left is not None and (left or has_bias(branch, last)):
+                total += site.dim * has_bias(branch, last) + _numel([scale])
+        return int(total)
+
+
+def _numel(modules: Sequence[nn.Module]) -> int:
+    return sum(p.numel() for module in modules for p in module.parameters())
 
 
 def _dot(weights: Tensor, counts: Tensor) -> Tensor:

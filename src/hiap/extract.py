@@ -1,32 +1,31 @@
 """The one surgery: a network and a topology become a smaller plain network, checked against the gated one.
 
-Every tensor of the result is a slice of a tensor of the source (`slices` names them), a folded bias, or the tensor
-itself. Padding is a slice with index -1: a zero row or column.
+Every tensor of the result is a slice of a tensor of the source (`slices` names them) or the tensor itself; only the
+bias of a branch without units gets another name. Padding is a slice with index -1: a zero row or column.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from hiap.attach import attach, detach, is_gated
-from hiap.compact import Constant, Widths, shrink_block
-from hiap.cost import macs
+from hiap.compact import Widths, shrink_block
 from hiap.errors import ExtractionError
 from hiap.families import timm as family
 from hiap.families.timm import ViT
 from hiap.gates import GRANULARITIES
 from hiap.topology import BlockTopology, Topology, harden, set_topology
 
-__all__ = ["TOLERANCE", "Provenance", "difference", "extract", "shrink", "slices"]
+__all__ = ["TOLERANCE", "Provenance", "extract", "probe", "shrink", "slices", "source_name", "take"]
 
-# Largest difference allowed, relative to the largest output. Other GEMM shapes round otherwise, so not zero.
-TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
+# Largest difference allowed, relative to the largest output. Other GEMM shapes round otherwise, and some norms compute
+# in float32 whatever they are given.
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-5}
 
 
 @dataclass(frozen=True)
@@ -35,14 +34,14 @@ class Provenance:
 
     Attributes:
         topology: what was kept, in units of the model it was extracted from.
-        dense_macs: MACs of that model.
+        dense: widths of the dense model it all began with, however often it was pruned since.
         logit_difference: measured at extraction, relative to the largest output.
         tolerance: the difference that would have refused it.
     """
 
     topology: Topology
+    dense: tuple[Widths, ...]
     round_to: int
-    dense_macs: int
     logit_difference: float
     tolerance: float
 
@@ -68,29 +67,37 @@ def extract(model: nn.Module, topology: Topology | None = None, round_to: int = 
         if not is_gated(model):
             raise ValueError("the model has no gates: pass a topology, or attach gates with hiap.attach first")
         topology = harden(model)
-        reference = model
+        reference: ViT = model
     else:
         topology.check(model)
         reference = _gated(model, topology)
-    dense = detach(copy.deepcopy(model))
-    dense_macs = macs(dense)
-    source = dense.state_dict()
-    trainable = {name: p.requires_grad for name, p in dense.named_parameters()}
+    source: ViT = detach(copy.deepcopy(model))
+    tensors = source.state_dict()
+    trainable = {name: p.requires_grad for name, p in source.named_parameters()}
+    origin = source.hiap.dense if isinstance(getattr(source, "hiap", None), Provenance) else topology.dense
     widths = [block.widths(old, round_to) for block, old in zip(topology.blocks, topology.dense, strict=True)]
     cuts = slices(topology, widths)
-    folds = _folds(dense, widths)
-    compact = shrink(dense, widths)
+    compact = shrink(source, widths)
     state = {}
     for name in compact.state_dict():
-        state[name] = (
-            folds[name] if name in folds else take(source[name], *cuts[name]) if name in cuts else source[name]
-        )
+        tensor = tensors[source_name(name, tensors)]
+        state[name] = take(tensor, *cuts[name]) if name in cuts else tensor
     compact.load_state_dict(state, strict=True, assign=True)
     for name, p in compact.named_parameters():
-        p.requires_grad_(trainable.get(name, True))
+        p.requires_grad_(trainable[source_name(name, tensors)])
+    for module in compact.modules():
+        for hooks in [value for name, value in vars(module).items() if name.endswith("_hooks")]:
+            hooks.clear()
     measured, tolerance = _verify(reference, compact)
-    compact.hiap = Provenance(topology, round_to, dense_macs, measured, tolerance)
+    compact.hiap = Provenance(topology, origin, round_to, measured, tolerance)
     return compact
+
+
+def source_name(name: str, source: Container[str]) -> str:
+    """The name a tensor of the compact model has in its source: a constant was the bias of the last layer."""
+    if name in source:
+        return name
+    return name.replace("attn.bias", "attn.proj.bias").replace("mlp.bias", "mlp.fc2.bias")
 
 
 def shrink(model: ViT, widths: Sequence[Widths]) -> ViT:
@@ -143,42 +150,27 @@ def take(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
     return tensor.index_select(dim, index.clamp(min=0)).masked_fill(index.view(shape) < 0, 0)
 
 
-def _folds(model: nn.Module, widths: Sequence[Widths]) -> dict[str, Tensor]:
-    """The constants that branches without units leave: the last bias, through the layer scale."""
-    folds = {}
-    for i, (site, new) in enumerate(zip(family.sites(model), widths, strict=True)):
-        block = site.block
-        for left, branch, scale, name, last in (
-            (new.heads, block.attn, block.ls1, "attn", "proj"),
-            (new.neurons, block.mlp, block.ls2, "mlp", "fc2"),
-        ):
-            if left == 0 and not isinstance(branch, Constant):
-                bias = getattr(branch, last).bias
-                if bias is not None:
-                    folds[f"blocks.{i}.{name}.bias"] = scale(bias.detach().clone()).detach()
-    return folds
-
-
-def _gated(model: nn.Module, topology: Topology) -> nn.Module:
+def _gated(model: nn.Module, topology: Topology) -> ViT:
     """A copy of the model with gates set to the topology."""
-    reference = detach(copy.deepcopy(model))
-    tied = any(site.qk_norm for site in family.sites(reference))
-    attach(reference, [kind for kind in GRANULARITIES if not (tied and kind == "qk_dim")])
-    set_topology(reference, topology)
+    reference: ViT = detach(copy.deepcopy(model))
+    sites = family.sites(reference)
+    if any(site.widths.heads or site.widths.neurons for site in sites):
+        tied = any(site.qk_norm for site in sites)
+        attach(reference, [kind for kind in GRANULARITIES if not (tied and kind == "qk_dim")])
+        set_topology(reference, topology)
+    for site, block in zip(sites, topology.blocks, strict=True):  # a constant has no gate: close it by hand
+        site.block.attn = None if block.heads is None and site.widths.heads == 0 else site.block.attn
+        site.block.mlp = None if block.neurons is None and site.widths.neurons == 0 else site.block.mlp
     return reference
 
 
-def _verify(reference: nn.Module, compact: nn.Module) -> tuple[float, float]:
+def _verify(reference: ViT, compact: ViT) -> tuple[float, float]:
     """Compare features and logits on random images. Returns the difference and the tolerance.
 
-    The check runs in float32, or float64 for a float64 model. A float32 difference above the tolerance is decided in
-    float64, where the device has it: rounding shrinks there, a mistake does not.
+    The check runs in float64, where rounding is far from any mistake, or in float32 on devices that lack it.
     """
-    dtype = torch.promote_types(next(compact.parameters()).dtype, torch.float32)
-    measured = difference(reference, compact, dtype)
-    if not measured <= TOLERANCE[dtype] and dtype == torch.float32 and next(compact.parameters()).device.type != "mps":
-        dtype = torch.float64
-        measured = difference(reference, compact, dtype)
+    dtype = torch.float32 if next(compact.parameters()).device.type == "mps" else torch.float64
+    measured = _difference(reference, compact, dtype)
     if not measured <= TOLERANCE[dtype]:
         raise ExtractionError(
             f"the extracted network does not reproduce the gated one: they differ by {measured:.3g} of the "
@@ -188,32 +180,20 @@ def _verify(reference: nn.Module, compact: nn.Module) -> tuple[float, float]:
     return measured, TOLERANCE[dtype]
 
 
-@torch.no_grad()
-def difference(first: ViT, second: ViT, dtype: torch.dtype, images: int = 2) -> float:
-    """Largest difference of features and logits in eval, relative to the largest of the first; NaN if one is NaN."""
-    height, width = family.image_size(first)
-    channels = first.patch_embed.proj.in_channels
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(images, channels, height, width, generator=generator, dtype=torch.float64)
-    outputs = []
-    for model in (first, second):
-        model = copy.deepcopy(model).to(dtype).eval()
-        with _full_precision():
-            features = model.forward_features(x.to(next(model.parameters())))
-            outputs.append((features, model.forward_head(features)))
-    relative = [
-        (a - b).abs().max() / a.abs().max().clamp(min=torch.finfo(dtype).tiny) for a, b in zip(*outputs, strict=True)
-    ]
+def _difference(first: ViT, second: ViT, dtype: torch.dtype) -> float:
+    """Largest difference of features and logits, relative to the largest of the first; NaN if one is NaN."""
+    pairs = zip(probe(first, dtype), probe(second, dtype), strict=True)
+    relative = [(a - b).abs().max() / a.abs().max().clamp(min=torch.finfo(dtype).tiny) for a, b in pairs]
     return float(torch.stack(relative).max())
 
 
-@contextmanager
-def _full_precision() -> Iterator[None]:
-    """No autocast and no TF32 inside."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+@torch.no_grad()
+def probe(model: ViT, dtype: torch.dtype, images: int = 2) -> tuple[Tensor, Tensor]:
+    """Features and logits of a copy of the model, in eval and this dtype, on fixed random images."""
+    model = copy.deepcopy(model).to(dtype).eval()
+    generator = torch.Generator("cpu").manual_seed(0)
+    shape = (images, model.patch_embed.proj.in_channels, *family.image_size(model))
+    x = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(next(model.parameters()))
+    with torch.autocast(x.device.type, enabled=False):
+        features = model.forward_features(x)
+        return features, model.forward_head(features)

@@ -34,6 +34,8 @@ class Gate(nn.Module):
         noise: the logistic noise of the present draw, scaled; zero until the first draw.
         temperature: of the relaxation; it has no effect in eval.
         noise_scale: 1 is the paper's noise, 0 none.
+        gradient: where set, every backward pass adds the gradient of the loss in the gate values to it. It tells how
+            much the loss leans on a unit, also where the sigmoid is flat and the gradient in the logit vanishes.
     """
 
     noise: Tensor
@@ -48,12 +50,20 @@ class Gate(nn.Module):
         self.register_buffer("noise", torch.zeros(size, device=device), persistent=False)
         self.temperature = START_TEMPERATURE
         self.noise_scale = 1.0
+        self.gradient: Tensor | None = None
 
     def forward(self) -> Tensor:
         """The gate values: relaxed and noisy in training, 0 or 1 in eval. (*shape)"""
         if not self.training:
             return self.hard().to(self.logit.dtype)
-        return torch.sigmoid((self.logit + self.noise) / self.temperature).view(self.shape)
+        z = torch.sigmoid((self.logit + self.noise) / self.temperature)
+        if self.gradient is not None and z.requires_grad:
+            z.register_hook(self._observe)  # type: ignore[no-untyped-call]
+        return z.view(self.shape)
+
+    def _observe(self, gradient: Tensor) -> None:
+        if self.gradient is not None:
+            self.gradient.add_(gradient)
 
     def probability(self) -> Tensor:
         """The expected hard gate, differentiable. (*shape)"""
@@ -90,18 +100,15 @@ class GatedLinear(nn.Linear):
 
     def __init__(self, linear: nn.Linear, units: Sequence[int], gates: dict[str, Gate]) -> None:
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        self.weight = linear.weight
-        self.bias = linear.bias
+        _take_over(self, linear)
         self.units = torch.Size(units)
-        self.gates = nn.ModuleDict(gates)
-        self.train(linear.training)
+        self.gates = nn.ModuleDict(gates).train(linear.training)
 
     def plain(self) -> nn.Linear:
         """The ungated layer, on the same parameters."""
         linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
-        linear.weight = self.weight
-        linear.bias = self.bias
-        return linear.train(self.training)
+        _take_over(linear, self)
+        return linear
 
     def forward(self, input: Tensor) -> Tensor:
         inputs: Tensor | None = None  # (in_features)
@@ -125,11 +132,17 @@ class GatedLinear(nn.Linear):
         return F.linear(input, weight.to(self.weight.dtype), bias)
 
 
+def _take_over(new: nn.Linear, old: nn.Linear) -> None:
+    """Move parameters, mode and the user's hooks from one Linear to another."""
+    new.weight, new.bias, new.training = old.weight, old.bias, old.training
+    vars(new).update({name: value for name, value in vars(old).items() if "hook" in name})
+
+
 class NoiseSource:
     """Draws the noise of all gates of a model, once a forward pass in training.
 
-    It is a forward pre-hook of the module that every forward enters first and that is never recomputed, so
-    gradient checkpointing sees one draw. A draw depends on `seed` and on the number of draws before it,
+    It is a forward pre-hook of the module that every forward enters first. Inside a backward pass it does nothing, so
+    gradient checkpointing sees one draw on recompute. A draw depends on `seed` and on the number of draws before it,
     never on torch's global generator or on the device: all processes of a run that share the seed share the draw.
     """
 
@@ -138,15 +151,17 @@ class NoiseSource:
         self.seed = seed
         self.draws = 0
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if self.gates[0].training:
+        recomputing = torch._C._current_graph_task_id() != -1
+        if not recomputing and any(gate.training for gate in self.gates):
             self.draw()
 
     def draw(self) -> None:
-        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.draws) % 2**63)
+        generator = torch.Generator("cpu").manual_seed((self.seed * 1_000_003 + self.draws) % 2**63)
         self.draws += 1
         sizes = [gate.logit.numel() for gate in self.gates]
-        uniform = torch.rand(sum(sizes), generator=generator, dtype=torch.float64)
+        uniform = torch.rand(sum(sizes), generator=generator, dtype=torch.float64, device="cpu")
         noise = uniform.clamp_(1e-12, 1 - 1e-12).logit_()
         first = self.gates[0].logit
         noise = noise.to(device=first.device, dtype=first.dtype, non_blocking=True)

@@ -10,17 +10,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from hiap.attach import gates_by_block, is_gated
+from hiap.attach import gates, gates_by_block, is_gated
 from hiap.compact import Widths
 from hiap.errors import TopologyError
 from hiap.families import timm as family
+from hiap.gates import START_LOGIT
 
 __all__ = ["BlockTopology", "Topology", "harden", "set_topology"]
 
@@ -135,6 +136,8 @@ class Topology:
             raise TopologyError(f"topology format {data.get('format')!r} is unknown; this version reads {FORMAT}")
         try:
             dense = tuple(Widths(**widths) for widths in data["dense"])
+            if not all(value is None or (_is_int(value) and value >= 0) for one in dense for value in astuple(one)):
+                raise ValueError("dense widths must be numbers")
             entries = [dict(entry) for entry in data["blocks"]]
         except (TypeError, ValueError) as error:
             raise TopologyError(f"a topology entry has the wrong shape: {error}") from error
@@ -155,8 +158,8 @@ class Topology:
     def load(cls, path: str | os.PathLike[str]) -> Topology:
         """Read what `save` wrote."""
         try:
-            data = json.loads(Path(path).read_text())
-        except json.JSONDecodeError as error:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
             raise TopologyError(f"{os.fspath(path)} is not valid JSON: {error}") from error
         return cls.from_json(data)
 
@@ -182,7 +185,12 @@ def _parse_block(index: int, entry: dict[str, Any], dense: Widths) -> BlockTopol
         listed = list(given) if isinstance(given, Sequence) else [given] * len(heads or ())
         if len(listed) != len(heads or ()):
             raise TopologyError(f"block {index}: {name} has {len(listed)} entries for {len(heads or ())} kept heads")
+        if None in listed:
+            raise TopologyError(f"block {index}: {name}: found None, expected a count or indices for every kept head")
         dims[name] = [_unpack(one, size, f"block {index}: {name}") or () for one in listed]
+    order = entry.get("heads")
+    if isinstance(order, Sequence):  # the dims were given in the order of the heads
+        dims = {name: [kept for _, kept in sorted(zip(order, values, strict=True))] for name, values in dims.items()}
     # A head without value dims puts out nothing: it is closed.
     alive = [i for i, kept in enumerate(dims["value_dims"]) if kept]
     return BlockTopology(
@@ -199,16 +207,21 @@ def _unpack(units: Any, size: int | None, where: str) -> tuple[int, ...] | None:
         return None
     if size is None:
         raise TopologyError(f"{where}: found {units!r}, but the model has no such branch (expected None)")
-    if isinstance(units, int) and not isinstance(units, bool):
+    if _is_int(units):
         if not 0 <= units <= size:
             raise TopologyError(f"{where}: found {units}, expected 0 to {size}")
         return tuple(range(units))
-    if not isinstance(units, Sequence) or isinstance(units, str) or not all(type(unit) is int for unit in units):
+    if not isinstance(units, Sequence) or isinstance(units, str) or not all(_is_int(unit) for unit in units):
         raise TopologyError(f"{where}: found {units!r}, expected a count or a list of indices")
-    indices = tuple(sorted(set(units)))
+    indices = tuple(sorted({int(unit) for unit in units}))
     if len(indices) != len(units) or (indices and not 0 <= indices[0] <= indices[-1] < size):
         raise TopologyError(f"{where}: indices must be distinct and in 0 to {size - 1}; found {list(units)}")
     return indices
+
+
+def _is_int(value: Any) -> bool:
+    """Whether a value is an integer of Python, numpy or torch, and not a truth value."""
+    return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
 def _pack(units: tuple[int, ...] | None) -> Any:
@@ -231,10 +244,12 @@ def harden(model: nn.Module) -> Topology:
     """
     if not is_gated(model):
         raise ValueError("the model has no gates; attach them with hiap.attach first")
+    if not all(bool(gate.logit.isfinite().all()) for gate in gates(model)):
+        raise ValueError("some gate logits are not finite: the run that trained them has diverged")
     entries = []
     dense = tuple(site.widths for site in family.sites(model))
-    for widths, gates in zip(dense, gates_by_block(model), strict=True):
-        open_ = {kind: gate.hard().cpu() for kind, gate in gates.items()}
+    for widths, kinds in zip(dense, gates_by_block(model), strict=True):
+        open_ = {kind: gate.hard().cpu() for kind, gate in kinds.items()}
         entry: dict[str, Any] = {"heads": widths.heads, "neurons": widths.neurons}
         if widths.heads:
             heads = _indices(open_.get("head", torch.ones(widths.heads)).flatten())
@@ -258,22 +273,27 @@ def _indices(mask: Tensor) -> list[int]:
 
 
 @torch.no_grad()
-def set_topology(model: nn.Module, topology: Topology, logit: float = 5.0) -> None:
+def set_topology(model: nn.Module, topology: Topology, logit: float = START_LOGIT) -> None:
     """Set the gates of a gated model to a topology: `logit` for what is kept, `-logit` for what is not.
 
     Raises:
         TopologyError: the topology closes a unit that has no gate of its own; nothing has been changed.
     """
     topology.check(model)
+    if not logit > 0:
+        raise ValueError(f"logit must be positive; found {logit}")
     plan = []
-    for i, (block, widths, gates) in enumerate(
+    for i, (block, widths, kinds) in enumerate(
         zip(topology.blocks, topology.dense, gates_by_block(model), strict=True)
     ):
         for kind, mask in _masks(block, widths).items():
-            if kind in gates:
-                plan.append((gates[kind], mask))
+            if kind in kinds:
+                plan.append((kinds[kind], mask))
             elif not mask.all():
-                raise TopologyError(f"block {i}: the topology closes units that have no {kind} gate")
+                raise TopologyError(
+                    f"block {i}: the topology closes units that have no {kind} gate"
+                    + (" (qk_norm ties the q/k dims of a head together)" if kind == "qk_dim" else "")
+                )
     for gate, mask in plan:
         signs = mask.to(gate.logit).view(-1) * 2 - 1
         gate.logit.copy_(signs * logit)

@@ -7,7 +7,7 @@ gated and extracted exactly is refused here, before any work.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
@@ -39,6 +39,7 @@ _NORMS = {
 }
 _ACTIVATIONS = {
     "GELU": nn.GELU,
+    "GELU.tanh": functools.partial(nn.GELU, approximate="tanh"),
     "GELUTanh": layers.GELUTanh,
     "QuickGELU": layers.QuickGELU,
     "ReLU": nn.ReLU,
@@ -79,6 +80,7 @@ def sites(model: ViT) -> list[Site]:
         )
     if not isinstance(model.attn_pool, _pools()):
         _refuse("attn_pool", model.attn_pool, "its cost is not known", "an exact MAC count for this pool")
+    _classifiers(model)
     return [
         Site(f"blocks.{i}", block, model.embed_dim, _widths(f"blocks.{i}", block))
         for i, block in enumerate(model.blocks)
@@ -137,6 +139,9 @@ def _refuse(name: str, module: nn.Module, reason: str, needed: str) -> NoReturn:
 
 
 def _refuse_class(model: ViT) -> NoReturn:
+    for wrapped in ("module", "_orig_mod"):
+        if isinstance(getattr(model, wrapped, None), VisionTransformer):
+            raise UnsupportedModelError(f"the model is wrapped in {type(model).__name__}: pass model.{wrapped}")
     reason = "it is not a timm VisionTransformer"
     if getattr(model, "rope", None) is not None or getattr(model, "rope_mixed", False):
         reason += ", and its rotary position embedding turns q/k dims in pairs"
@@ -164,11 +169,13 @@ def stem(model: ViT) -> nn.Module:
 
 def image_size(model: ViT, size: int | tuple[int, int] | None = None) -> tuple[int, int]:
     """Height and width of the input: the model's own unless given."""
-    size = model.patch_embed.img_size if size is None else size
+    given, patch = size is not None, model.patch_embed.patch_size
+    size = size if given else model.patch_embed.img_size
     if size is None:
         raise ValueError("the model has no fixed image size; pass img_size")
-    height, width = (size, size) if isinstance(size, int) else size
-    patch = model.patch_embed.patch_size
+    height, width = map(int, size) if isinstance(size, Sequence) else (int(size), int(size))
+    if given and not model.patch_embed.dynamic_img_pad and (height % patch[0] or width % patch[1]):
+        raise ValueError(f"img_size {height}x{width} is not a multiple of the {patch[0]}x{patch[1]} patch")
     if height < patch[0] or width < patch[1]:
         raise ValueError(f"img_size {height}x{width} is smaller than one {patch[0]}x{patch[1]} patch")
     return height, width
@@ -189,15 +196,21 @@ def fixed_macs(model: ViT, img_size: int | tuple[int, int] | None = None) -> int
         macs += _pool_macs(model.attn_pool, n if model.pool_include_prefix else n - model.num_prefix_tokens)
     elif not model.global_pool:
         pooled = n  # the classifier runs on every token
+    return int(macs + pooled * sum(linear.weight.numel() for linear in _classifiers(model)))
+
+
+def _classifiers(model: ViT) -> list[nn.Linear]:
+    """The Linears that turn features into logits."""
+    linears = []
     for head in (model.head, getattr(model, "head_dist", None)):
         for module in head.modules() if head is not None else ():
             if isinstance(module, nn.Linear):
-                macs += pooled * module.weight.numel()
+                linears.append(module)
             elif next(module.parameters(recurse=False), None) is not None and not isinstance(
                 module, tuple(_NORMS.values())
             ):
                 _refuse("head", module, "its cost is not known", "a classifier made of Linears and norms")
-    return int(macs)
+    return linears
 
 
 def _pools() -> tuple[type, ...]:
@@ -233,6 +246,7 @@ def describe(model: ViT) -> dict[str, Any]:
     norm_after_pool = not isinstance(model.fc_norm, nn.Identity)
     final_norm = norm_after_pool or not isinstance(model.norm, nn.Identity)
     norms: list[Any] = [m for m in model.modules() if isinstance(m, tuple(_NORMS.values()))]
+    inside = [name for name, _ in model.blocks.named_parameters()]
     latent = isinstance(pool, layers.AttentionPoolLatent)
     arguments = {
         "img_size": list(image_size(model)),
@@ -247,7 +261,7 @@ def describe(model: ViT) -> dict[str, Any]:
         "mlp_ratio": pool.mlp.fc1.out_features / model.embed_dim if latent and pool.mlp else 4.0,
         "qkv_bias": attn is not None and attn.qkv.bias is not None,
         "qk_norm": attn is not None and not isinstance(attn.q_norm, nn.Identity),
-        "proj_bias": any(True for _ in _biases(model)),
+        "proj_bias": any(name.endswith(("proj.bias", "fc2.bias", "attn.bias", "mlp.bias")) for name in inside),
         "init_values": 1e-5 if any(isinstance(m, layers.LayerScale) for m in model.modules()) else None,
         "class_token": model.has_class_token,
         "pos_embed": "none" if model.pos_embed is None else "learn",
@@ -262,12 +276,12 @@ def describe(model: ViT) -> dict[str, Any]:
         "drop_rate": model.head_drop.p,
         "pos_drop_rate": model.pos_drop.p,
         "patch_drop_rate": getattr(model.patch_drop, "prob", 0.0),
-        "proj_drop_rate": mlp.drop1.p if mlp else attn.proj_drop.p if attn else 0.0,
+        "proj_drop_rate": _drop_rate(mlp, attn, next(_members(model, "mlp", compact.Constant), None)),
         "attn_drop_rate": attn.attn_drop.p if attn else 0.0,
-        "norm_layer": _layer_name(norms[0], _NORMS, "norm") if norms else "LayerNorm",
+        "norm_layer": _norm_name(norms[0]) if norms else "LayerNorm",
         "norm_eps": norms[0].eps if norms else 1e-6,
         "embed_norm": not isinstance(model.patch_embed.norm, nn.Identity),
-        "act_layer": _layer_name(mlp.act, _ACTIVATIONS, "activation") if mlp else "GELU",
+        "act_layer": _activation_name(mlp.act) if mlp else "GELU",
     }
     drop_path = [
         [getattr(drop, "drop_prob", 0.0) for drop in (block.drop_path1, block.drop_path2)] for block in model.blocks
@@ -296,17 +310,24 @@ def _members(model: ViT, name: str, kind: type) -> Iterator[Any]:
     return (getattr(block, name) for block in model.blocks if isinstance(getattr(block, name), kind))
 
 
-def _biases(model: ViT) -> Iterator[nn.Module]:
-    """Modules that show that proj and fc2 carry a bias."""
-    yield from (m for m in _members(model, "attn", compact.Attention) if m.proj.bias is not None)
-    yield from (m for m in _members(model, "mlp", compact.Mlp) if m.fc2.bias is not None)
-    yield from (m for m in model.modules() if isinstance(m, compact.Constant))
+def _drop_rate(*branches: Any) -> float:
+    """The dropout of the first branch there is."""
+    for branch in branches:
+        for name in ("drop1", "proj_drop", "drop"):
+            if hasattr(branch, name):
+                return float(getattr(branch, name).p)
+    return 0.0
 
 
-def _layer_name(module: nn.Module, known: dict[str, Any], kind: str) -> str:
-    for name, cls in known.items():
+def _norm_name(module: nn.Module) -> str:
+    for name, cls in _NORMS.items():
         if type(module) is cls:
             return name
-    raise CheckpointError(
-        f"the {kind} {type(module).__name__} has no name in the recipe of a saved model; known: {', '.join(known)}"
-    )
+    raise CheckpointError(f"the norm {type(module).__name__} has no name in a recipe; known: {', '.join(_NORMS)}")
+
+
+def _activation_name(module: nn.Module) -> str:
+    for name, make in _ACTIVATIONS.items():
+        if type(module) is type(make()) and str(module) == str(make()):
+            return name
+    raise CheckpointError(f"the activation {module} has no name in a recipe; known: {', '.join(_ACTIVATIONS)}")

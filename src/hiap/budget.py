@@ -1,0 +1,374 @@
+"""A budget that is met: gates are held on a falling cost while they compete, and the last decision is exact.
+
+Every gate has a worth. The units of greatest worth that fit the budget are open, counted on the network that extraction
+would build, padding included; the logits are set to (or moved by) the distance of the worth from that threshold. At
+the freeze the same threshold decides, and what room is left is filled unit by unit. The cost is never above the target.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from hiap.attach import gates, gates_by_block
+from hiap.compact import Widths
+from hiap.cost import Cost
+from hiap.families import timm as family
+from hiap.gates import Gate
+from hiap.topology import BlockTopology, Topology
+
+__all__ = ["BudgetError", "Controller", "Floors", "Target"]
+
+MACRO = ("head", "attention")  # the gates of the macro term; the others belong to the micro term
+TIGHT = 0.005  # room of more than this share of the target is worth a second look
+LIMIT = 8.0  # logits are held within it: p = 0.9997 and 0.0003
+
+Worths = list[dict[str, Tensor]]
+
+
+class BudgetError(ValueError):
+    """A target that cannot be read or cannot be reached."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A budget as a user writes it.
+
+    Attributes:
+        unit: "macs", "share" (of the dense model's total MACs) or "params".
+    """
+
+    value: float
+    unit: str
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """From "7.4G", "850M", "42%" or "1.2M params".
+
+        Raises:
+            BudgetError: with the forms that are read.
+        """
+        found = re.fullmatch(r"\s*([0-9.]+)\s*(%|[KMG]?)\s*(macs|params|)\s*", text, re.IGNORECASE)
+        try:
+            value = float(found[1]) if found else -1.0
+        except ValueError:
+            value = -1.0
+        if not found or value <= 0 or (found[2] == "%" and found[3]):
+            raise BudgetError(f"target {text!r} is not a budget; write it as 7.4G, 850M, 42% or '1.2M params'")
+        if found[2] == "%":
+            return cls(value / 100, "share")
+        scale = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9}[found[2].upper()]
+        return cls(value * scale, "params" if found[3].lower() == "params" else "macs")
+
+
+@dataclass(frozen=True)
+class Floors:
+    """What every open branch keeps: heads a layer, shares of a head's value dims and of an FFN's neurons."""
+
+    heads: int = 1
+    value_dims: float = 0.125
+    neurons: float = 0.02
+
+
+class Controller:
+    """Holds the gates of a model on a budget and decides the topology.
+
+    Args:
+        cost: of the network; its `block` counts a block of given widths exactly.
+        target: absolute, in the unit of the cost.
+        ratio: macro to micro. Units of a kind give way as if their cost were multiplied by its part; 0 protects a kind.
+        mode: "importance" sets each logit to its unit's squared gate gradient per cost, against the threshold;
+            "gradient" leaves the logits to the optimiser and shifts them down together.
+        window: observations the importance is averaged over.
+
+    Raises:
+        BudgetError: the target is out of reach; the message has the range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cost: Cost,
+        target: float,
+        ratio: tuple[float, float] = (1.0, 1.0),
+        floors: Floors | None = None,
+        round_to: int = 8,
+        mode: str = "importance",
+        window: int = 100,
+    ) -> None:
+        if mode not in ("importance", "gradient"):
+            raise ValueError(f"mode must be 'importance' or 'gradient'; found {mode!r}")
+        if min(ratio) < 0 or max(ratio) == 0:
+            raise BudgetError(f"macro:micro {ratio[0]:g}:{ratio[1]:g} must not be negative, and not both zero")
+        self.sites = family.sites(model)
+        self.kinds = gates_by_block(model)
+        self.cost, self.target, self.round_to, self.mode, self.window = cost, target, round_to, mode, window
+        self.floors = floors or Floors()
+        if ratio[0] and all("qk_dim" in kinds for kinds in self.kinds if kinds) and ratio[0] != ratio[1]:
+            raise BudgetError(
+                "with qk_dim gates nothing of a head is fixed and the macro term is empty: leave the ratio 1:1"
+            )
+        self.weight = {kind: ratio[0] if kind in MACRO else ratio[1] for kinds in self.kinds for kind in kinds}
+        self.all_gates = list(gates(model))
+        size = sum(gate.logit.numel() for gate in self.all_gates)
+        device = self.all_gates[0].logit.device
+        self.gradient = torch.zeros(size, device=device)
+        self.importance = torch.zeros(size, device=device)
+        self.observations = 0
+        if mode == "importance":
+            for gate, part in zip(self.all_gates, self._split(self.gradient), strict=True):
+                gate.gradient = part
+        self.dense_cost = self._cost([site.widths for site in self.sites])
+        self.low = self._cost(self._widths(self._constant_worths(), math.inf))
+        if not self.low <= target < self.dense_cost:
+            raise BudgetError(
+                f"target {target:.4g} is out of reach: floors, gates and the ratio {ratio[0]:g}:{ratio[1]:g} allow "
+                f"{self.low:.4g} ({self.low / self.dense_cost:.1%}) up to {self.dense_cost:.4g} (100%, the dense model)"
+            )
+
+    def observe(self, reduce: Callable[[Tensor], Tensor] = lambda x: x, scale: float = 1.0) -> None:
+        """Take in the gate gradients of one optimiser step.
+
+        Args:
+            reduce: mean over processes.
+            scale: the factor the loss was multiplied by.
+        """
+        if self.mode != "importance":
+            return
+        gradient = reduce(self.gradient / scale)
+        self.observations += 1
+        self.importance.lerp_(gradient.square(), 1 / min(self.observations, self.window))
+        self.gradient.zero_()
+
+    @torch.no_grad()
+    def project(self, allowed: float, sharpness: float) -> None:
+        """Set or move the logits so that the hard, padded network costs no more than `allowed`."""
+        worths = self.worths()
+        threshold = self._threshold(worths, max(allowed, self.target))
+        for kinds, worth in zip(self.kinds, worths, strict=True):
+            for kind, values in worth.items():
+                gate = kinds[kind]
+                if self.mode == "importance":
+                    logit = ((values - threshold) * sharpness).clamp(-LIMIT, LIMIT).flatten()
+                    gate.logit.copy_(logit.to(gate.logit))
+                elif threshold > 0:
+                    gate.logit.sub_(threshold * self.weight[kind])
+        if self.mode == "gradient":
+            for gate in self.all_gates:
+                gate.logit.clamp_(-LIMIT, LIMIT)
+
+    def decide(self) -> Topology:
+        """The topology: at most the target, with no room left that any unit fits in, and no zero padding."""
+        worths = self.worths()
+        threshold = self._threshold(worths, self.target)
+        widths = self._fill(self._widths(worths, threshold), worths, threshold)
+        if self.target - self._cost(widths) > TIGHT * self.target:
+            widths = self._exchange(widths, worths, threshold)
+        ranks = [{kind: _rank(kind, values) for kind, values in worth.items()} for worth in worths]
+        blocks = tuple(_block_topology(now, rank) for now, rank in zip(widths, ranks, strict=True))
+        return Topology(blocks, tuple(site.widths for site in self.sites))
+
+    def _fill(self, widths: list[Widths], worths: Worths, threshold: float) -> list[Widths]:
+        """Open what is worth most of what fits, until nothing fits."""
+        widths = list(widths)
+        while True:
+            slack = self.target - self._cost(widths)
+            best: tuple[float, int, Widths] | None = None
+            for i, now in enumerate(widths):
+                for worth, wider in self._moves(i, now, worths[i], threshold):
+                    if self._price(i, now, wider) <= slack and (best is None or worth > best[0]):
+                        best = (worth, i, wider)
+            if best is None:
+                return widths
+            widths[best[1]] = best[2]
+
+    def _exchange(self, widths: list[Widths], worths: Worths, threshold: float) -> list[Widths]:
+        """Where only large units are left to open: open one, pay with the least neurons, and fill again."""
+        best = widths
+        for i, now in enumerate(widths):
+            for _, wider in self._moves(i, now, worths[i], threshold):
+                trial = [*widths[:i], wider, *widths[i + 1 :]]
+                while self._cost(trial) > self.target:
+                    groups = [
+                        (float(worths[j]["neuron"].sort(descending=True).values[one.neurons - 1]), j)
+                        for j, one in enumerate(trial)
+                        if one.neurons and "neuron" in worths[j] and self._narrower(j, one) < one.neurons
+                    ]
+                    if not groups:
+                        break
+                    j = min(groups)[1]
+                    trial[j] = replace(trial[j], neurons=self._narrower(j, trial[j]))
+                if self._cost(best) < self._cost(trial) <= self.target:
+                    best = trial
+        return self._fill(best, worths, threshold)
+
+    def _narrower(self, index: int, now: Widths) -> int:
+        """The next smaller number of neurons that the floor allows."""
+        full = self.sites[index].widths.neurons or 0
+        least = self._pad(max(math.ceil(self.floors.neurons * full), 1), full)
+        return max(self._pad((now.neurons or 0) - self.round_to, full), least)
+
+    def _price(self, index: int, now: Widths, then: Widths) -> int:
+        return self.cost.block(self.sites[index], then) - self.cost.block(self.sites[index], now)
+
+    def worths(self) -> Worths:
+        """What each movable unit is worth, in CPU float64; units above a common threshold are kept."""
+        if self.mode == "gradient":
+            logits = [
+                {k: g.logit.detach().cpu().double().view(g.shape) for k, g in kinds.items()} for kinds in self.kinds
+            ]
+            return [{k: v / self.weight[k] for k, v in block.items() if self.weight[k]} for block in logits]
+        parts = dict(zip(map(id, self.all_gates), self._split(self.importance.cpu().double()), strict=True))
+        result = []
+        for site, kinds in zip(self.sites, self.kinds, strict=True):
+            price = self._prices(site, kinds)
+            result.append(
+                {
+                    kind: torch.log(parts[id(gate)].view(gate.shape) + 1e-30)
+                    - torch.log(price[kind] * self.weight[kind])
+                    for kind, gate in kinds.items()
+                    if self.weight[kind]
+                }
+            )
+        return result
+
+    def _prices(self, site: family.Site, kinds: dict[str, Gate]) -> dict[str, Tensor]:
+        """What closing each unit would save now, given how far its parts are open."""
+        head, value_dim, qk_dim, neuron = self.cost.unit_costs(site, "qk_dim" in kinds)
+        w = site.widths
+        one = torch.ones(1, dtype=torch.float64)
+        p = {k: gate.probability().detach().cpu().double() for k, gate in kinds.items()}
+        if not self.observations:
+            p = {}
+        heads, neurons = w.heads or 0, w.neurons or 0
+        values = p.get("value_dim", one).expand(heads, w.value_dim).sum(1, keepdim=True)
+        queries = p.get("qk_dim", one).expand(heads, w.qk_dim).sum(1, keepdim=True)
+        by_head = head + value_dim * values + qk_dim * queries
+        ffn = neuron * p.get("neuron", one).expand(neurons).sum()
+        return {
+            "head": by_head,
+            "value_dim": one * value_dim,
+            "qk_dim": one * qk_dim,
+            "neuron": one * neuron,
+            "attention": (by_head * p.get("head", one)).sum().clamp(min=1.0),
+            "block": ffn.clamp(min=1.0),
+        }
+
+    def _threshold(self, worths: Worths, allowed: float) -> float:
+        """The lowest threshold at which the padded network fits."""
+        if self._cost(self._widths(worths, -math.inf)) <= allowed:
+            return (
+                -math.inf if self.mode == "gradient" else min(float(v.min()) for w in worths for v in w.values()) - 1e3
+            )
+        values = torch.cat([values.flatten() for worth in worths for values in worth.values()]).sort().values
+        low, high = 0, len(values) - 1  # at the highest value everything movable is closed
+        while low < high:
+            middle = (low + high) // 2
+            if self._cost(self._widths(worths, float(values[middle]))) <= allowed:
+                high = middle
+            else:
+                low = middle + 1
+        return float(values[high])
+
+    def _widths(self, worths: Worths, threshold: float) -> list[Widths]:
+        """Padded widths of every block with the units above the threshold and the floors."""
+        return [
+            self._block_widths(site.widths, worth, threshold) for site, worth in zip(self.sites, worths, strict=True)
+        ]
+
+    def _block_widths(self, dense: Widths, worth: dict[str, Tensor], threshold: float) -> Widths:
+        heads, qk_dim, value_dim = dense.heads, dense.qk_dim, dense.value_dim
+        neurons = dense.neurons
+        if heads:
+            order = _rank("head", worth["head"]) if "head" in worth else torch.arange(heads)
+            if "head" in worth:
+                heads = max(int((worth["head"] > threshold).sum()), min(self.floors.heads, heads))
+            kept = order[:heads]
+            if "value_dim" in worth and heads:
+                count = int((worth["value_dim"][kept] > threshold).sum(1).max())
+                value_dim = self._pad(max(count, math.ceil(self.floors.value_dims * value_dim), 1), value_dim)
+            if "qk_dim" in worth and heads:
+                qk_dim = self._pad(max(int((worth["qk_dim"][kept] > threshold).sum(1).max()), 1), qk_dim)
+            if "attention" in worth and float(worth["attention"]) <= threshold:
+                heads = None
+        if neurons:
+            if "neuron" in worth:
+                count = int((worth["neuron"] > threshold).sum())
+                neurons = self._pad(max(count, math.ceil(self.floors.neurons * neurons), 1), neurons)
+            if "block" in worth and float(worth["block"]) <= threshold:
+                neurons = None
+        return Widths(heads, qk_dim, value_dim, neurons) if heads else Widths(heads, 0, 0, neurons)
+
+    def _moves(
+        self, index: int, now: Widths, worth: dict[str, Tensor], threshold: float
+    ) -> Iterator[tuple[float, Widths]]:
+        """The ways to open a little more of a block, each with the worth of what it opens.
+
+        A branch that comes back at its floor is worth least: it is taken only where nothing else fits the room left.
+        """
+        dense = self.sites[index].widths
+        if now.heads:
+            kept = _rank("head", worth["head"]) if "head" in worth else torch.arange(dense.heads or 0)
+            if "head" in worth and now.heads < (dense.heads or 0):
+                yield float(worth["head"].flatten()[kept[now.heads]]), replace(now, heads=now.heads + 1)
+            for kind, width, full in (
+                ("value_dim", now.value_dim, dense.value_dim),
+                ("qk_dim", now.qk_dim, dense.qk_dim),
+            ):
+                if kind in worth and width < full:
+                    ranked = worth[kind][kept[: now.heads]].sort(dim=1, descending=True).values
+                    yield float(ranked[:, width].max()), replace(now, **{kind: self._pad(width + 1, full)})
+        elif "attention" in worth and now.heads is None and dense.heads:
+            rest = {kind: values for kind, values in worth.items() if kind != "attention"}
+            yield float(worth["attention"]), replace(self._block_widths(dense, rest, threshold), neurons=now.neurons)
+            yield -math.inf, replace(self._block_widths(dense, rest, math.inf), neurons=now.neurons)
+        if now.neurons and "neuron" in worth and now.neurons < (dense.neurons or 0):
+            ranked = worth["neuron"].sort(descending=True).values
+            yield float(ranked[now.neurons]), replace(now, neurons=self._pad(now.neurons + 1, dense.neurons or 0))
+        if now.neurons is None and "block" in worth and dense.neurons:
+            rest = {kind: values for kind, values in worth.items() if kind == "neuron"}
+            yield float(worth["block"]), replace(now, neurons=self._block_widths(dense, rest, threshold).neurons)
+            yield -math.inf, replace(now, neurons=self._block_widths(dense, rest, math.inf).neurons)
+
+    def _pad(self, count: int, limit: int) -> int:
+        return min(-(-count // self.round_to) * self.round_to, limit)
+
+    def _cost(self, widths: Sequence[Widths]) -> float:
+        return self.cost.outside + sum(self.cost.block(s, w) for s, w in zip(self.sites, widths, strict=True))
+
+    def _constant_worths(self) -> Worths:
+        return [
+            {k: torch.zeros(gate.shape, dtype=torch.float64) for k, gate in kinds.items() if self.weight[k]}
+            for kinds in self.kinds
+        ]
+
+    def _split(self, flat: Tensor) -> Sequence[Tensor]:
+        return torch.split(flat, [gate.logit.numel() for gate in self.all_gates])
+
+
+def _rank(kind: str, values: Tensor) -> Tensor:
+    """Indices from the most to the least worth: of heads or neurons, or of the dims of each head."""
+    return (values.flatten() if kind == "head" else values).argsort(dim=-1, descending=True, stable=True)
+
+
+def _block_topology(now: Widths, rank: dict[str, Tensor]) -> BlockTopology:
+    """The units of greatest worth that fill these widths exactly."""
+
+    def best(kind: str, count: int, head: int | None = None) -> tuple[int, ...]:
+        if kind not in rank:
+            return tuple(range(count))
+        order = rank[kind] if head is None else rank[kind][head]
+        return tuple(sorted(order[:count].tolist()))
+
+    heads = None if now.heads is None else best("head", now.heads)
+    return BlockTopology(
+        heads,
+        tuple(best("value_dim", now.value_dim, h) for h in heads or ()),
+        tuple(best("qk_dim", now.qk_dim, h) for h in heads or ()),
+        None if now.neurons is None else best("neuron", now.neurons),
+    )

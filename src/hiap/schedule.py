@@ -1,0 +1,60 @@
+"""What changes over a run, as functions of the step alone: temperature, noise, budget, sharpness (paper, section 3.4).
+
+A run has `total` steps; the topology is decided in the first `freeze` of them. The paper decides over all of its 300
+epochs; a run of any other length, or one that freezes early, goes through the same values in its own time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Schedule"]
+
+PAPER_EPOCHS = 300
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The course of a run.
+
+    Attributes:
+        total: steps of the run.
+        freeze: steps after which the topology is final.
+        tau_start, tau_decay, tau_floor: `max(start * decay^epoch, floor)` over 300 virtual epochs before the freeze.
+        noise_end: noise scale at the freeze; it falls linearly from 1. The paper's noise stays at 1.
+        ramp_start, ramp_end: where the budget begins and ends to fall, as shares of the steps before the freeze.
+        ramp_power: 1 falls evenly, 3 fast first.
+        sharp_start, sharp_end: logits per unit of log-importance, rising geometrically.
+    """
+
+    total: int
+    freeze: int
+    tau_start: float = 2.0
+    tau_decay: float = 0.98
+    tau_floor: float = 0.05
+    noise_end: float = 1.0
+    ramp_start: float = 0.05
+    ramp_end: float = 0.9
+    ramp_power: float = 1.0
+    sharp_start: float = 2.0
+    sharp_end: float = 20.0
+
+    def progress(self, step: int) -> float:
+        """How far the search is: 0 at the first step, 1 at the freeze."""
+        return min(step / self.freeze, 1.0)
+
+    def temperature(self, step: int) -> float:
+        epoch = min(step * PAPER_EPOCHS // self.freeze, PAPER_EPOCHS)
+        return max(self.tau_start * float(self.tau_decay**epoch), self.tau_floor)
+
+    def noise(self, step: int) -> float:
+        return 1.0 + (self.noise_end - 1.0) * self.progress(step)
+
+    def budget(self, step: int, dense: float, target: float) -> float:
+        """The cost allowed at a step: `dense` before the ramp, `target` after it."""
+        ramp = (self.progress(step) - self.ramp_start) / (self.ramp_end - self.ramp_start)
+        left = float((1.0 - min(max(ramp, 0.0), 1.0)) ** self.ramp_power)
+        return target + (dense - target) * left
+
+    def sharpness(self, step: int) -> float:
+        return float(self.sharp_start * (self.sharp_end / self.sharp_start) ** self.progress(step))

@@ -1,0 +1,207 @@
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hiap
+from conftest import images, make
+from hiap.budget import BudgetError, Controller, Floors, Target
+from hiap.schedule import Schedule
+from test_gates import ALL, PAPER, scatter_logits
+
+SMALL = {"embed_dim": 32, "num_heads": 4, "depth": 4}
+GROUP = 8 * 2 * 17 * 32  # MACs of 8 neurons
+
+
+def tight(macs: int, target: float) -> bool:
+    """Within 1 % below the target, or within one unit where that weighs more."""
+    return target - max(0.01 * target, GROUP) < macs <= target
+
+
+def observed(controller: Controller, seed: int = 0) -> Controller:
+    """A controller that has seen gradients of very different sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(3):
+        size = controller.gradient.shape
+        controller.gradient.copy_(torch.randn(size, generator=generator) * torch.rand(size, generator=generator).exp2())
+        controller.observe()
+    return controller
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "unit"),
+    [
+        ("7.4G", 7.4e9, "macs"),
+        ("850M", 850e6, "macs"),
+        ("850 M MACs", 850e6, "macs"),
+        ("42%", 0.42, "share"),
+        ("37.5 %", 0.375, "share"),
+        ("1.2M params", 1.2e6, "params"),
+    ],
+)
+def test_targets_are_read(text: str, value: float, unit: str) -> None:
+    assert Target.parse(text) == Target(pytest.approx(value), unit)
+
+
+@pytest.mark.parametrize("text", ["", "fast", "-3G", "0%", "1.2.3G", "42% params", "3T"])
+def test_other_targets_are_refused(text: str) -> None:
+    with pytest.raises(BudgetError, match=r"write it as 7\.4G"):
+        Target.parse(text)
+
+
+@pytest.mark.parametrize("mode", ["importance", "gradient"])
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 0.95])
+@pytest.mark.parametrize("ratio", [(5, 1), (2, 1), (1, 2)])
+def test_the_decision_meets_the_target(mode: str, share: float, ratio: tuple[float, float]) -> None:
+    for chosen, round_to in itertools.product([PAPER, ("head", "neuron"), ("neuron", "block", "value_dim")], [1, 8]):
+        model = hiap.attach(make(**SMALL), chosen)
+        scatter_logits(model)
+        target = share * hiap.macs(make(**SMALL))
+        try:
+            controller = Controller(model, hiap.MacCost(model), target, ratio, round_to=round_to, mode=mode)
+        except BudgetError:
+            assert "head" not in chosen or "block" not in chosen  # the paper's four reach any of these targets
+            continue
+        if mode == "importance":
+            observed(controller)
+        topology = controller.decide()
+        compact = hiap.extract(model, topology, round_to=round_to)
+        assert tight(hiap.macs(compact), target)
+        exact = hiap.extract(model, topology, round_to=1)
+        assert hiap.macs(exact) == hiap.macs(compact)  # filled with real units, not with zeros
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    share=st.floats(0.25, 0.95),
+    macro=st.floats(0.1, 10),
+    seed=st.integers(0, 1000),
+    chosen=st.sampled_from([PAPER, ALL]),
+)
+def test_any_share_and_ratio(share: float, macro: float, seed: int, chosen: tuple[str, ...]) -> None:
+    model = hiap.attach(make(**SMALL), chosen)
+    target = share * hiap.macs(make(**SMALL))
+    ratio = (1.0, 1.0) if "qk_dim" in chosen else (macro, 1.0)
+    controller = observed(Controller(model, hiap.MacCost(model), target, ratio), seed)
+    topology = controller.decide()
+    assert tight(hiap.macs(hiap.extract(model, topology)), target)
+
+
+def test_parameters_as_the_target() -> None:
+    model = hiap.attach(make(**SMALL))
+    target = 0.5 * sum(p.numel() for p in make(**SMALL).parameters())
+    controller = observed(Controller(model, hiap.ParamCost(model), target))
+    compact = hiap.extract(model, controller.decide())
+    group = 8 * (2 * 32 + 1)
+    assert target - max(group, 0.01 * target) < sum(p.numel() for p in compact.parameters()) <= target
+
+
+def test_one_large_unit_is_the_tolerance() -> None:
+    model = hiap.attach(make(**SMALL), ("head",))
+    dense = hiap.macs(make(**SMALL))
+    head = dense - hiap.macs(hiap.extract(make(**SMALL), hiap.Topology.from_counts(make(**SMALL), heads=[3, 4, 4, 4])))
+    controller = observed(Controller(model, hiap.MacCost(model), 0.8 * dense))
+    macs = hiap.macs(hiap.extract(model, controller.decide()))
+    assert 0.8 * dense - head < macs <= 0.8 * dense
+
+
+def test_floors_hold() -> None:
+    model = hiap.attach(make(**SMALL))
+    floors = Floors(heads=2, value_dims=0.5, neurons=0.25)
+    target = 0.45 * hiap.macs(make(**SMALL))
+    controller = observed(Controller(model, hiap.MacCost(model), target, floors=floors))
+    for block in controller.decide().blocks:
+        assert len(block.heads) >= 2 and all(len(dims) >= 4 for dims in block.value_dims)
+        assert block.neurons is None or len(block.neurons) >= 32
+
+
+def test_targets_out_of_reach_are_refused_with_the_range() -> None:
+    dense = hiap.macs(make(**SMALL))
+    model = hiap.attach(make(**SMALL))
+    for arguments, share in (({"ratio": (1, 0)}, 0.5), ({"floors": Floors(heads=4, value_dims=1.0)}, 0.25)):
+        with pytest.raises(
+            BudgetError, match=r"out of reach: floors, gates and the ratio .* allow .*\(.*%\) up to .*100%"
+        ):
+            Controller(model, hiap.MacCost(model), share * dense, **arguments)
+    with pytest.raises(BudgetError, match="out of reach"):
+        Controller(model, hiap.MacCost(model), 1.0 * dense)
+    kept = hiap.attach(make(**SMALL), keep_blocks=(0, 1, 2))
+    with pytest.raises(BudgetError, match="out of reach"):
+        Controller(kept, hiap.MacCost(kept), 0.5 * dense)
+    with pytest.raises(BudgetError, match="macro:micro 0:0"):
+        Controller(model, hiap.MacCost(model), 0.5 * dense, ratio=(0, 0))
+    both = hiap.attach(make(**SMALL), ALL)
+    with pytest.raises(BudgetError, match="the macro term is empty"):
+        Controller(both, hiap.MacCost(both), 0.5 * dense, ratio=(2, 1))
+
+
+@pytest.mark.parametrize("mode", ["importance", "gradient"])
+def test_projection_holds_the_hard_cost_under_the_budget(mode: str) -> None:
+    model = hiap.attach(make(**SMALL))
+    dense = hiap.macs(make(**SMALL))
+    controller = Controller(model, hiap.MacCost(model), 0.5 * dense, mode=mode)
+    controller.project(dense, 2.0)
+    assert hiap.macs(model) == dense  # nothing is closed before the ramp
+    observed(controller) if mode == "importance" else scatter_logits(model, mean=3.0)
+    for allowed in (0.9, 0.7, 0.5):
+        controller.project(allowed * dense, 2.0)
+        assert hiap.macs(model, round_to=8) <= allowed * dense
+
+
+def test_closed_units_come_back_when_their_worth_rises() -> None:
+    model = hiap.attach(make(**SMALL), ("head", "neuron"))
+    controller = observed(Controller(model, hiap.MacCost(model), 0.5 * hiap.macs(make(**SMALL)), window=2))
+    controller.project(controller.target, 5.0)
+    gate = model.blocks[1].mlp.fc2.gates["neuron"]
+    closed = int((~gate.hard()).nonzero()[0])
+    for _ in range(5):
+        gate.gradient[closed] = 100.0
+        controller.observe()
+    controller.project(controller.target, 5.0)
+    assert gate.hard()[closed]
+
+
+def test_the_importance_is_the_squared_gate_gradient() -> None:
+    model = hiap.attach(make(**SMALL), ALL).train()
+    controller = Controller(model, hiap.MacCost(model), 0.5 * hiap.macs(make(**SMALL)))
+    x = images(model)
+    model(x).square().sum().backward()
+    for gate in hiap.gates(model):  # dL/dlogit = dL/dz * z (1 - z) / temperature
+        z = gate().detach().flatten()
+        torch.testing.assert_close(
+            gate.gradient * z * (1 - z) / gate.temperature, gate.logit.grad, rtol=1e-3, atol=1e-9
+        )
+    before = controller.gradient.clone()
+    controller.observe(scale=2.0)
+    torch.testing.assert_close(controller.importance, (before / 2).square())
+    assert not controller.gradient.any()
+
+
+@settings(max_examples=200, deadline=None)
+@given(total=st.integers(100, 1_000_000), share=st.floats(0.05, 1.0), at=st.floats(0, 1), power=st.floats(1, 3))
+def test_schedules_at_any_length(total: int, share: float, at: float, power: float) -> None:
+    schedule = Schedule(total, max(1, int(total * share)), noise_end=0.0, ramp_power=power)
+    step = int(at * total)
+    for values in (
+        [schedule.temperature(s) for s in (step, step + 1)],
+        [schedule.noise(s) for s in (step, step + 1)],
+        [schedule.budget(s, 1.0, 0.5) for s in (step, step + 1)],
+        [-schedule.sharpness(s) for s in (step, step + 1)],
+    ):
+        assert values[1] <= values[0]
+    assert 0.05 <= schedule.temperature(step) <= 2.0 and 0.5 <= schedule.budget(step, 1.0, 0.5) <= 1.0
+    assert schedule.budget(0, 1.0, 0.5) == 1.0 and schedule.budget(schedule.freeze, 1.0, 0.5) == 0.5
+    assert schedule.temperature(schedule.freeze) == 0.05 and schedule.noise(schedule.freeze) == 0.0
+
+
+def test_the_papers_temperature_is_the_special_case() -> None:
+    steps = 5004  # batches of 256 in an ImageNet epoch
+    schedule = Schedule(300 * steps, 300 * steps)
+    for epoch in random.Random(0).sample(range(300), 40):
+        for step in (epoch * steps, (epoch + 1) * steps - 1):
+            assert schedule.temperature(step) == max(2.0 * 0.98**epoch, 0.05)
+    short = Schedule(300, 300)
+    assert [short.temperature(s) for s in range(300)] == [max(2.0 * 0.98**e, 0.05) for e in range(300)]

@@ -1,0 +1,260 @@
+"""The configuration of a run: one flat record from YAML and the command line, checked as a whole before any work."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import types
+import typing
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hiap.attach import PAPER
+from hiap.budget import BudgetError, Target
+from hiap.gates import GRANULARITIES
+
+__all__ = ["Config", "ConfigError", "help_of", "read_config", "recipes"]
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration, at once."""
+
+
+def _option(default: Any, help: str) -> Any:
+    """A field with its default and the words that explain it."""
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class Config:
+    """What `hiap prune` does. Recipes: `hiap prune --config NAME`; `--print-config` shows the whole."""
+
+    # model
+    model: str = _option("vit_tiny_patch16_224", "timm name of the dense model")
+    model_args: dict[str, Any] = _option({}, "further arguments of timm.create_model (in YAML)")
+    weights: str | None = _option(None, "weights of the dense model: .safetensors, or .pth read with weights_only")
+    pretrained: bool = _option(True, "start from timm's pretrained weights where no file is given")
+    img_size: int | None = _option(None, "input size; the model's own by default")
+    dense_epochs: int = _option(0, "train the dense model this long first, where no weights exist")
+    dense_lr: float = _option(1e-3, "peak learning rate of that training")
+    # data
+    data: str = _option("digits", "folder with train/ and val/, a timm data set name, or 'digits'")
+    data_device: str = _option("loader", "'loader' reads by workers; 'cpu' or 'cuda' holds the set in memory as bytes")
+    workers: int = _option(4, "loader processes")
+    strict_data: bool = _option(False, "fail on an image that cannot be read instead of skipping it")
+    mean: list[float] | None = _option(
+        None, "normalisation of the input, one value a channel; the model's own by default"
+    )
+    std: list[float] | None = _option(None, "standard deviation of the input, likewise")
+    crop: float = _option(0.35, "least share of the area a random crop keeps")
+    flip: float = _option(0.5, "probability of a horizontal flip")
+    policy: str | None = _option("rand-m9-mstd0.5-inc1", "RandAugment of timm, for data read by a loader")
+    erase: float = _option(0.25, "probability of random erasing, likewise")
+    mixup: float = _option(0.0, "mixup alpha; 0 is off")
+    cutmix: float = _option(0.0, "cutmix alpha; 0 is off")
+    smoothing: float = _option(0.0, "label smoothing")
+    # what may go, and how much
+    target: str | None = _option(None, "budget: 7.4G, 42%, '1.2M params'. A percentage is of the dense model's MACs")
+    lambda_macro: float | None = _option(None, "the paper's penalty on heads, instead of a target")
+    lambda_micro: float | None = _option(None, "the paper's penalty on value dims and neurons, instead of a target")
+    accounting: str = _option("exact", "cost of the penalties: 'exact' or 'paper'")
+    granularities: list[str] = _option(list(PAPER), "what has gates: " + ", ".join(GRANULARITIES))
+    keep_blocks: list[int] = _option([], "blocks that are not pruned")
+    ratio: list[float] = _option([1.0, 1.0], "macro:micro; how the cost of either kind is weighted against a target")
+    min_heads: int = _option(1, "heads every layer keeps")
+    min_value_dims: float = _option(0.125, "share of its value dims every open head keeps")
+    min_neurons: float = _option(0.02, "share of its neurons every open FFN keeps")
+    beta_head: float = _option(1.0, "weight of the head feasibility term; with a target the floors are hard instead")
+    beta_dim: float = _option(1.0, "weight of the value-dim feasibility term, likewise")
+    beta_ffn: float = _option(1.0, "weight of the neuron feasibility term, likewise")
+    round_to: int = _option(8, "multiple that widths are rounded to")
+    # course
+    epochs: int = _option(15, "length of the run")
+    stop_after: int | None = _option(None, "end after this many epochs of the schedule")
+    freeze_at: float | None = _option(
+        None, "share of the run after which the topology is final; 0.3 with a target, else 1"
+    )
+    gate_mode: str = _option("importance", "how a target moves gates: 'importance' or 'gradient'")
+    gate_lr: float = _option(5e-3, "learning rate of gate logits, where they are learned by gradient")
+    gate_window: float = _option(0.1, "share of the run over which importance is averaged")
+    start_logit: float = _option(5.0, "logit of every gate at the start, where logits are learned by gradient")
+    tau_start: float = _option(2.0, "first temperature")
+    tau_decay: float = _option(0.98, "its decay, over 300 virtual epochs before the freeze")
+    tau_floor: float = _option(0.05, "least temperature")
+    noise_end: float | None = _option(None, "noise scale at the freeze; 0 with a target, else 1 (the paper)")
+    ramp_start: float = _option(0.05, "where the budget begins to fall, as a share of the time before the freeze")
+    ramp_end: float = _option(0.9, "where it reaches the target, likewise")
+    ramp_power: float = _option(1.0, "1 falls evenly, 3 fast first")
+    sharp_start: float = _option(2.0, "logits per unit of log-importance at the start")
+    sharp_end: float = _option(20.0, "the same at the freeze")
+    shrink: bool = _option(True, "extract at the freeze and train on the small network")
+    # optimisation
+    batch_size: int = _option(256, "images a step, over all processes")
+    accumulate: int = _option(1, "parts a batch is computed in")
+    opt: str = _option("adamw", "optimiser of timm")
+    lr: float = _option(5e-5, "peak learning rate of the weights")
+    min_lr: float = _option(1e-6, "last learning rate")
+    warmup_epochs: float = _option(0.0, "epochs of linear warm-up")
+    weight_decay: float = _option(0.05, "not applied to biases, norms and gates")
+    clip_grad: float | None = _option(None, "largest norm of the gradient")
+    ema: float = _option(0.0, "decay of an average of the weights, which is then the result; 0 is off")
+    precision: str = _option("no", "'no' (float32), 'bf16' or 'fp16'")
+    # distillation
+    teacher: str = _option("self", "'self' (the dense model), 'none', or the timm name of a teacher")
+    teacher_weights: str | None = _option(None, "weights of the teacher; timm's pretrained ones by default")
+    distill_weight: float = _option(0.5, "share of the distillation in the task loss")
+    distill_temperature: float = _option(1.0, "its temperature")
+    # run
+    seed: int = _option(0, "of everything random")
+    eval_every: int = _option(1, "epochs between evaluations")
+    checkpoint_every: int | None = _option(None, "steps between checkpoints; an epoch by default")
+    trackers: list[str] = _option([], "trackers of Accelerate: tensorboard, wandb")
+
+    def check(self) -> None:
+        """Raise one ConfigError with everything that is wrong."""
+        wrong = [f"{name} must be {need}; found {getattr(self, name)!r}" for name, need, ok in self._rules() if not ok]
+        if self.target is not None:
+            try:
+                Target.parse(self.target)
+            except BudgetError as error:
+                wrong.append(str(error))
+        if (self.target is None) == (self.lambda_macro is None and self.lambda_micro is None):
+            wrong.append("give either target, or lambda_macro and lambda_micro")
+        if "qk_dim" in self.granularities and (self.lambda_macro or (self.target and len(set(self.ratio)) > 1)):
+            wrong.append("with qk_dim gates nothing of a head is fixed: lambda_macro must be 0 and the ratio 1:1")
+        if wrong:
+            raise ConfigError("the configuration is wrong:\n  " + "\n  ".join(wrong))
+
+    def _rules(self) -> list[tuple[str, str, bool]]:
+        share = "a share from 0 to 1"
+        rules = [
+            (name, "at least 1", getattr(self, name) >= 1)
+            for name in ("epochs", "batch_size", "accumulate", "round_to")
+        ]
+        for name in (
+            "lr",
+            "dense_lr",
+            "gate_lr",
+            "tau_start",
+            "tau_floor",
+            "distill_temperature",
+            "sharp_start",
+            "ramp_power",
+        ):
+            rules.append((name, "positive", getattr(self, name) > 0))
+        for name in ("crop", "flip", "erase", "smoothing", "distill_weight", "ema", "min_value_dims", "min_neurons"):
+            rules.append((name, share, 0 <= getattr(self, name) <= 1))
+        unknown = sorted(set(self.granularities) - set(GRANULARITIES))
+        return [
+            *rules,
+            ("granularities", f"some of {', '.join(GRANULARITIES)}", bool(self.granularities) and not unknown),
+            (
+                "ratio",
+                "two numbers, macro and micro, not both 0",
+                len(self.ratio) == 2 and min(self.ratio) >= 0 < max(self.ratio),
+            ),
+            ("freeze_at", "above 0 and at most 1", self.freeze_at is None or 0 < self.freeze_at <= 1),
+            ("stop_after", "from 1 to epochs", self.stop_after is None or 1 <= self.stop_after <= self.epochs),
+            ("ramp_end", "above ramp_start and at most 1", 0 <= self.ramp_start < self.ramp_end <= 1),
+            ("sharp_end", "at least sharp_start", self.sharp_end >= self.sharp_start),
+            ("tau_decay", "above 0 and at most 1", 0 < self.tau_decay <= 1),
+            ("precision", "no, bf16 or fp16", self.precision in ("no", "bf16", "fp16")),
+            ("accounting", "exact or paper", self.accounting in ("exact", "paper")),
+            ("gate_mode", "importance or gradient", self.gate_mode in ("importance", "gradient")),
+            ("data_device", "loader, cpu or cuda", self.data_device in ("loader", "cpu", "cuda")),
+            ("dense_epochs", "at least 0", self.dense_epochs >= 0),
+            ("workers", "at least 0", self.workers >= 0),
+            ("weights", "a file that exists", self.weights is None or Path(self.weights).is_file()),
+            (
+                "teacher_weights",
+                "a file that exists",
+                self.teacher_weights is None or Path(self.teacher_weights).is_file(),
+            ),
+        ]
+
+    def to_yaml(self) -> str:
+        text: str = yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)
+        return text
+
+
+def _file(name: str | None) -> bool:
+    return name is None or Path(name).is_file()
+
+
+def help_of() -> list[tuple[str, Any, str]]:
+    """Name, type and explanation of every option."""
+    kinds = typing.get_type_hints(Config)
+    return [(f.name, kinds[f.name], f.metadata["help"]) for f in dataclasses.fields(Config)]
+
+
+def recipes() -> list[str]:
+    """The names of the recipes that come with the package."""
+    return sorted(entry.name.removesuffix(".yaml") for entry in (files("hiap") / "configs").iterdir())
+
+
+def read_config(source: str | os.PathLike[str] | None = None, overrides: dict[str, Any] | None = None) -> Config:
+    """A configuration from a recipe or YAML file, with overrides, checked.
+
+    Raises:
+        ConfigError: unknown keys and impossible values, all at once.
+    """
+    values: dict[str, Any] = {}
+    if source is not None:
+        values = _read_yaml(os.fspath(source))
+    values |= overrides or {}
+    known = {name: kind for name, kind, _ in help_of()}
+    wrong = [f"unknown option {name!r}" for name in values if name not in known]
+    wrong += [
+        f"{name} must be {_say(known[name])}; found {value!r}"
+        for name, value in values.items()
+        if name in known and not _fits(value, known[name])
+    ]
+    if wrong:
+        raise ConfigError("the configuration is wrong:\n  " + "\n  ".join(wrong))
+    config = Config(**values)
+    config.check()
+    return config
+
+
+def _read_yaml(source: str) -> dict[str, Any]:
+    if source in recipes():
+        text = (files("hiap") / "configs" / f"{source}.yaml").read_text()
+    elif Path(source).is_file():
+        text = Path(source).read_text()
+    else:
+        raise ConfigError(f"no recipe and no file {source!r}; recipes: {', '.join(recipes())}")
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{source} must hold options and values, one a line")
+    return values
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    for option in options:
+        origin = typing.get_origin(option)
+        if origin is list:
+            if isinstance(value, list) and all(_fits(one, typing.get_args(option)[0]) for one in value):
+                return True
+        elif origin is dict:
+            if isinstance(value, dict):
+                return True
+        elif option is float:
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                return True
+        elif type(value) is option:
+            return True
+    return False
+
+
+def _say(kind: Any) -> str:
+    return str(kind).replace("<class '", "").replace("'>", "").replace("None", "null").replace("typing.Any", "any")

@@ -1,0 +1,318 @@
+"""Batches of images that are a function of seed, epoch and position alone, so that a run can go on where it stopped.
+
+Two kinds of data: bytes held in memory (small sets, augmented a batch at a time on the device that holds them), and
+timm data sets (an image folder or any name its factory reads), augmented an image at a time by loader workers.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from timm.data import create_dataset, create_transform
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+__all__ = ["Augmentation", "ByteData", "Data", "FolderData", "digits", "mix_seed", "open_data"]
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """How training images are varied.
+
+    Attributes:
+        crop: the least share of the area that a random crop keeps; 1 is none.
+        flip: probability of a horizontal flip.
+        policy: RandAugment string of timm, for data that is read by a loader.
+        erase: probability of random erasing, likewise.
+    """
+
+    crop: float = 0.35
+    flip: float = 0.5
+    policy: str | None = "rand-m9-mstd0.5-inc1"
+    erase: float = 0.25
+
+
+class Data(Protocol):
+    """Training and validation batches of one data set, normalised and on the device."""
+
+    classes: int
+    class_names: list[str] | None
+
+    @property
+    def train_size(self) -> int: ...
+
+    @property
+    def val_size(self) -> int: ...
+
+    def train(self, epoch: int, start: int, batch: int, rank: int, world: int) -> Iterator[Batch]:
+        """Batches of this rank from position `start` of an epoch on; `batch` is over all ranks."""
+
+    def val(self, batch: int) -> Iterator[Batch]:
+        """The validation set, in order."""
+
+
+def mix_seed(*parts: int) -> int:
+    """One seed from several numbers, well spread."""
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def order(seed: int, epoch: int, size: int) -> Tensor:
+    """The order of the images in an epoch."""
+    return torch.randperm(size, generator=torch.Generator("cpu").manual_seed(mix_seed(seed, epoch)), device="cpu")
+
+
+class ByteData:
+    """Images held as bytes on a device and augmented there.
+
+    Args:
+        train, val: images (N, C, H, W) uint8 and labels (N).
+        size: height and width the model sees.
+        normalisation: mean and std of each channel.
+    """
+
+    def __init__(
+        self,
+        train: Batch,
+        val: Batch,
+        size: tuple[int, int],
+        normalisation: tuple[Sequence[float], Sequence[float]],
+        augmentation: Augmentation,
+        device: torch.device,
+        seed: int = 0,
+        class_names: list[str] | None = None,
+    ) -> None:
+        self._train = (train[0].to(device), train[1].to(device))
+        self._val = (val[0].to(device), val[1].to(device))
+        self.size, self.augmentation, self.device, self.seed = size, augmentation, device, seed
+        mean, std = (torch.tensor(list(values), device=device).view(1, -1, 1, 1) for values in normalisation)
+        self._mean, self._std = mean * 255, std * 255
+        self.classes = int(train[1].max()) + 1 if class_names is None else len(class_names)
+        self.class_names = class_names
+
+    @property
+    def train_size(self) -> int:
+        return len(self._train[1])
+
+    @property
+    def val_size(self) -> int:
+        return len(self._val[1])
+
+    def train(self, epoch: int, start: int, batch: int, rank: int, world: int) -> Iterator[Batch]:
+        indices = order(self.seed, epoch, self.train_size).to(self.device)
+        for position in range(start, self.train_size // batch):
+            chosen = indices[position * batch : (position + 1) * batch]
+            generator = torch.Generator("cpu").manual_seed(mix_seed(self.seed, epoch, position))
+            draws = torch.rand(len(chosen), 4, generator=generator, device="cpu")
+            mine = slice(rank * batch // world, (rank + 1) * batch // world)
+            images = self._normalise(self._train[0][chosen[mine]])
+            yield self._vary(images, draws[mine].to(self.device)), self._train[1][chosen[mine]]
+
+    def val(self, batch: int) -> Iterator[Batch]:
+        for images, labels in zip(torch.split(self._val[0], batch), torch.split(self._val[1], batch), strict=True):
+            yield self._resize(self._normalise(images)), labels
+
+    def _normalise(self, images: Tensor) -> Tensor:
+        return (images.float() - self._mean) / self._std
+
+    def _resize(self, images: Tensor) -> Tensor:
+        if images.shape[-2:] == self.size:
+            return images
+        return F.interpolate(images, self.size, mode="bicubic", align_corners=False)
+
+    def _vary(self, images: Tensor, draws: Tensor) -> Tensor:
+        """A random crop and flip of each image, resampled straight to the size of the model."""
+        side = (self.augmentation.crop + (1 - self.augmentation.crop) * draws[:, 0]).sqrt()
+        flip = 1 - 2 * (draws[:, 1] < self.augmentation.flip).float()
+        theta = torch.zeros(len(images), 2, 3, device=images.device)
+        theta[:, 0, 0], theta[:, 1, 1] = side * flip, side
+        theta[:, :, 2] = (1 - side).unsqueeze(1) * (2 * draws[:, 2:] - 1)
+        grid = F.affine_grid(theta, [len(images), images.shape[1], *self.size], align_corners=False)
+        return F.grid_sample(images, grid, mode="bicubic", padding_mode="reflection", align_corners=False)
+
+
+def digits() -> tuple[Batch, Batch]:
+    """The handwritten digits of scikit-learn (8 x 8, 10 classes): every fifth image is for validation."""
+    with as_file(files("hiap") / "digits.safetensors") as path:
+        data = load_file(path)
+    images, labels = data["images"].unsqueeze(1), data["labels"].long()
+    val = torch.arange(len(labels)) % 5 == 0
+    return (images[~val], labels[~val]), (images[val], labels[val])
+
+
+class FolderData:
+    """A timm data set with random access, read by loader workers.
+
+    Args:
+        name: "" for an image folder with `train` and `val` inside, or a name of timm's data set factory.
+        strict: raise on an image that cannot be read instead of skipping it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        root: str,
+        size: tuple[int, int],
+        normalisation: tuple[Sequence[float], Sequence[float]],
+        augmentation: Augmentation,
+        device: torch.device,
+        seed: int = 0,
+        workers: int = 4,
+        strict: bool = False,
+        channels: int = 3,
+    ) -> None:
+        self.device, self.seed, self.workers = device, seed, workers
+        mode = {1: "L", 3: "RGB"}[channels]
+        options = {"root": root, "input_img_mode": mode}
+        train = create_dataset(name, split="train", is_training=True, **options)
+        val = create_dataset(name, split="validation", **options)
+        common = {"input_size": (channels, *size), "mean": normalisation[0], "std": normalisation[1]}
+        vary = create_transform(
+            **common,
+            is_training=True,
+            scale=(augmentation.crop, 1.0),
+            hflip=augmentation.flip,
+            auto_augment=augmentation.policy,
+            re_prob=augmentation.erase,
+            interpolation="bicubic",
+        )
+        self._train = _Varied(train, vary, seed, strict)
+        self._val = _Varied(val, create_transform(**common, interpolation="bicubic"), seed, strict)
+        index = getattr(getattr(train, "reader", None), "class_to_idx", None)
+        self.class_names = sorted(index, key=index.__getitem__) if index else None
+        self.classes = (
+            len(self.class_names) if self.class_names else int(max(train[i][1] for i in range(len(train)))) + 1
+        )
+
+    @property
+    def train_size(self) -> int:
+        return len(self._train)
+
+    @property
+    def val_size(self) -> int:
+        return len(self._val)
+
+    def train(self, epoch: int, start: int, batch: int, rank: int, world: int) -> Iterator[Batch]:
+        indices = order(self.seed, epoch, self.train_size).tolist()
+        batches = [
+            [(epoch, i) for i in indices[p * batch + rank * batch // world : p * batch + (rank + 1) * batch // world]]
+            for p in range(start, self.train_size // batch)
+        ]
+        yield from self._load(self._train, batches)
+
+    def val(self, batch: int) -> Iterator[Batch]:
+        keys = [(0, i) for i in range(self.val_size)]
+        yield from self._load(self._val, [keys[i : i + batch] for i in range(0, len(keys), batch)])
+
+    def _load(self, dataset: _Varied, batches: list[list[tuple[int, int]]]) -> Iterator[Batch]:
+        loader = DataLoader(
+            dataset,
+            batch_sampler=_Listed(batches),
+            num_workers=self.workers,
+            collate_fn=_collate,
+            pin_memory=self.device.type == "cuda",
+        )
+        skipped = 0
+        for images, labels, lost in loader:
+            if lost and not skipped:
+                warnings.warn(
+                    "some images cannot be read and are skipped; --strict-data makes this an error", stacklevel=2
+                )
+            skipped += lost
+            yield images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
+        if skipped:
+            warnings.warn(f"{skipped} images were skipped in this pass", stacklevel=2)
+
+
+class _Listed(Sampler[list[tuple[int, int]]]):
+    def __init__(self, batches: list[list[tuple[int, int]]]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class _Varied(Dataset[Any]):
+    """Images by (epoch, index), each transformed with random numbers of its own."""
+
+    def __init__(self, dataset: Any, transform: Any, seed: int, strict: bool) -> None:
+        self.dataset, self.transform, self.seed, self.strict = dataset, transform, seed, strict
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int] | None:
+        epoch, index = key
+        try:
+            image, label = self.dataset[index]
+        except Exception as error:
+            if self.strict:
+                raise ValueError(f"image {index} of the data set cannot be read: {error}") from error
+            return None
+        seed = mix_seed(self.seed, epoch, index)
+        state = random.getstate(), np.random.get_state()
+        with torch.random.fork_rng(devices=[]):
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            torch.manual_seed(seed)
+            try:
+                return self.transform(image), int(label)
+            finally:
+                random.setstate(state[0])
+                np.random.set_state(state[1])
+
+
+def _collate(samples: list[tuple[Tensor, int] | None]) -> tuple[Tensor, Tensor, int]:
+    """Stack what was read; a lost image is replaced by another of the batch, so that its size stays."""
+    read = [sample for sample in samples if sample is not None]
+    if not read:
+        raise ValueError("no image of a whole batch can be read; is this an image data set?")
+    filled = read + [read[i % len(read)] for i in range(len(samples) - len(read))]
+    images, labels = zip(*filled, strict=True)
+    return torch.stack(images), torch.tensor(labels), len(samples) - len(read)
+
+
+def open_data(
+    data: str,
+    size: tuple[int, int],
+    normalisation: tuple[Sequence[float], Sequence[float]],
+    augmentation: Augmentation,
+    device: torch.device,
+    seed: int,
+    workers: int,
+    strict: bool,
+    channels: int,
+) -> Data:
+    """The data a user names: "digits", a folder with `train` and `val`, or a name of timm's factory."""
+    if data == "digits":
+        train, val = digits()
+        names = [str(i) for i in range(10)]
+        if channels == 3:
+            train, val = ((images.expand(-1, 3, -1, -1), labels) for images, labels in (train, val))
+        return ByteData(train, val, size, normalisation, augmentation, device, seed, names)
+    name, root = ("", data) if Path(data).is_dir() else (data.partition(":")[0], data.partition(":")[2] or "data")
+    if not name:
+        found = sorted(entry.name for entry in Path(data).iterdir() if entry.is_dir())
+        if "train" not in found or not {"val", "validation"} & set(found):
+            raise ValueError(
+                f"{data} must hold the folders train and val, with one folder a class in each; found {found}"
+            )
+    elif "/" not in name or name.partition("/")[0] not in ("torch", "hfds", "tfds", "wds", "hfids"):
+        raise ValueError(
+            f"--data {data!r} is no folder, and no timm data set (torch/..., hfds/..., wds/...), nor 'digits'"
+        )
+    return FolderData(name, root, size, normalisation, augmentation, device, seed, workers, strict, channels)

@@ -1,0 +1,93 @@
+"""The training objective, term by named term (paper, section 3.3).
+
+`task + distill + lambda_macro * macro + lambda_micro * micro + feasibility`: costs are shares of the dense prunable
+cost, feasibility is on probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from timm.loss import SoftTargetCrossEntropy
+from torch import Tensor, nn
+
+from hiap.attach import gates_by_block
+from hiap.cost import Cost, expected_counts
+
+__all__ = ["Teacher", "cost_terms", "distillation", "feasibility_terms", "task_loss"]
+
+
+def task_loss(logits: Tensor, target: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Cross-entropy with class indices (B) or mixed targets (B, classes)."""
+    if target.ndim == 2:
+        loss: Tensor = SoftTargetCrossEntropy()(logits, target)
+        return loss
+    return F.cross_entropy(logits, target, label_smoothing=smoothing)
+
+
+def distillation(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """KL divergence from the teacher at a temperature, scaled by its square to keep the size of gradients."""
+    student = F.log_softmax(logits.float() / temperature, dim=-1)
+    target = F.log_softmax(teacher.float() / temperature, dim=-1)
+    return F.kl_div(student, target, reduction="batchmean", log_target=True) * temperature**2
+
+
+def cost_terms(model: nn.Module, cost: Cost) -> dict[str, Tensor]:
+    """Expected macro and micro cost, as shares of the dense prunable cost."""
+    counts = expected_counts(model)
+    return {"macro": cost.macro(counts) / cost.dense, "micro": cost.micro(counts) / cost.dense}
+
+
+def feasibility_terms(model: nn.Module, k_min: float, gamma_attn: float, gamma_ffn: float) -> dict[str, Tensor]:
+    """How far layers fall below their floors: open heads, value dims of an open head, neurons of an open FFN."""
+    blocks = gates_by_block(model)
+    zero = next(gate.logit for kinds in blocks for gate in kinds.values()).new_zeros(())
+    head, dim, ffn = zero, zero, zero
+    for kinds in blocks:
+        p = {kind: gate.probability() for kind, gate in kinds.items()}
+        if "head" in p:
+            head = head + F.relu(k_min - p["head"].sum()).square()
+        if "value_dim" in p:
+            short = F.relu(gamma_attn - p["value_dim"].mean(dim=1, keepdim=True)).square()
+            dim = dim + (p.get("head", torch.ones_like(short)) * short).sum()
+        if "neuron" in p:
+            short = F.relu(gamma_ffn - p["neuron"].mean()).square()
+            ffn = ffn + p["block"].squeeze() * short if "block" in p else ffn + short
+    return {"feasible_head": head, "feasible_dim": dim, "feasible_ffn": ffn}
+
+
+class Teacher:
+    """A frozen model that sees the student's batch in its own normalisation and size.
+
+    Args:
+        student, teacher: (mean, std), each a value a channel.
+        size: height and width the teacher wants.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        student: tuple[Sequence[float], Sequence[float]],
+        teacher: tuple[Sequence[float], Sequence[float]],
+        size: tuple[int, int],
+        device: torch.device,
+    ) -> None:
+        self.model = model.eval().requires_grad_(False).to(device)
+        mean_s, std_s, mean_t, std_t = (
+            torch.tensor(list(values), device=device).view(1, -1, 1, 1) for values in (*student, *teacher)
+        )
+        self.scale, self.shift = std_s / std_t, (mean_s - mean_t) / std_t
+        self.same = student == teacher
+        self.size = tuple(size)
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor) -> Tensor:
+        """Logits of the teacher for a batch normalised for the student."""
+        if not self.same:
+            x = x * self.scale + self.shift
+        if tuple(x.shape[-2:]) != self.size:
+            x = F.interpolate(x, self.size, mode="bicubic", align_corners=False)
+        logits: Tensor = self.model(x)
+        return logits

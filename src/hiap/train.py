@@ -1,0 +1,679 @@
+"""The single phase: dense weights, data and a budget in, a verified compact network out (paper, section 3.4).
+
+One visible loop. A run goes through up to three stages: `dense` (only where there are no weights to start from), `search`
+(weights and gates together, the budget falling) and `recover` (the topology is final and the small network trains on). A
+step is a function of the state before it, the seed and its number, so a run can be killed anywhere and go on.
+"""
+
+from __future__ import annotations
+
+import copy
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import timm
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from timm.data import Mixup, resolve_data_config
+from timm.optim import create_optimizer_v2
+from timm.scheduler import CosineLRScheduler
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+
+from hiap.attach import attach, gates, is_gated, parameter_groups, set_gates
+from hiap.budget import Controller, Floors, Target
+from hiap.checkpoint import save
+from hiap.config import Config, ConfigError
+from hiap.cost import Cost, MacCost, ParamCost, expected_counts, macs
+from hiap.data import Augmentation, Data, mix_seed, open_data
+from hiap.extract import extract, slices, source_name, take
+from hiap.families import timm as family
+from hiap.families.timm import ViT
+from hiap.objective import Teacher, cost_terms, distillation, feasibility_terms, task_loss
+from hiap.schedule import Schedule
+from hiap.state import RunError, RunFolder
+from hiap.topology import Topology, harden, set_topology
+
+__all__ = ["Result", "Run", "carry_optimizer", "evaluate", "prune"]
+
+PROJECTIONS = 200  # times the budget moves in a run
+CLASSIFIERS = ("head.", "head_dist.")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run gives back: the compact model and its record."""
+
+    model: ViT
+    folder: Path
+    record: dict[str, Any]
+
+
+def prune(config: Config, out: str | Path, *, resume: bool = False, data: Data | None = None) -> Result:
+    """Run the whole phase and save the compact model in `out/compact`.
+
+    Args:
+        data: batches of one's own, instead of what `config.data` names.
+
+    Raises:
+        ConfigError, BudgetError, UnsupportedModelError: before any work.
+        RunError: the folder is in use or holds another run; the loss is not finite; a checkpoint cannot be written.
+    """
+    config.check()
+    return Run(config, out, resume, data).go()
+
+
+def dense_model(config: Config) -> ViT:
+    """The model of a configuration with its weights; its own number of classes."""
+    arguments = dict(config.model_args)
+    if config.img_size is not None:
+        arguments["img_size"] = config.img_size
+    if config.weights is not None:
+        state = _read_weights(config.weights)
+        if "head.weight" in state:
+            arguments.setdefault("num_classes", state["head.weight"].shape[0])
+        model = timm.create_model(config.model, **arguments)
+        model.load_state_dict(state)
+        return model
+    try:
+        return timm.create_model(config.model, pretrained=config.pretrained, **arguments)
+    except (OSError, RuntimeError, ValueError) as error:
+        if not config.pretrained:
+            raise
+        raise ConfigError(
+            f"the pretrained weights of {config.model} cannot be had ({error}). Pass --weights FILE, or --no-pretrained "
+            "(with --dense-epochs) to begin without"
+        ) from error
+
+
+def _read_weights(path: str) -> dict[str, Tensor]:
+    if path.endswith(".safetensors"):
+        state: dict[str, Any] = safetensors.torch.load_file(path)
+    else:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        for key in ("state_dict_ema", "state_dict", "model_ema", "model"):
+            if key in state:
+                state = state[key]
+                break
+    return {name.removeprefix("module."): tensor.float() for name, tensor in state.items()}
+
+
+def normalisation(config: Config, model: ViT) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and std of the input: the configuration's, else the model's own."""
+    own = resolve_data_config({}, model=model)
+    mean, std = config.mean or own["mean"], config.std or own["std"]
+    channels = model.patch_embed.proj.in_channels
+    if len(mean) != channels or len(std) != channels:
+        raise ConfigError(
+            f"mean and std must have {channels} values, one a channel; found {list(mean)} and {list(std)}"
+        )
+    return tuple(mean), tuple(std)
+
+
+def load_data(config: Config, model: ViT, device: torch.device) -> Data:
+    """What `config.data` names, at the model's size and normalisation."""
+    size, channels = family.image_size(model), model.patch_embed.proj.in_channels
+    augmentation = Augmentation(config.crop, config.flip, config.policy, config.erase)
+    norm = normalisation(config, model)
+    return open_data(
+        config.data, size, norm, augmentation, device, config.seed, config.workers, config.strict_data, channels
+    )
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, data: Data, batch: int = 256, accelerator: Accelerator | None = None
+) -> dict[str, float]:
+    """Top-1 and top-5 in percent. The model is used in the mode it is in."""
+    right = torch.zeros(2)
+    seen = 0
+    for x, y in data.val(batch):
+        with accelerator.autocast() if accelerator else nullcontext():
+            logits = model(x)
+        best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == y.unsqueeze(1)
+        right += torch.stack([best[:, 0].sum(), best.sum()]).cpu()
+        seen += len(y)
+    return {"top1": 100 * right[0].item() / seen, "top5": 100 * right[1].item() / seen}
+
+
+class Run:
+    """One run: its parts, its state and the loop."""
+
+    def __init__(self, config: Config, out: str | Path, resume: bool = False, data: Data | None = None) -> None:
+        self.config = config
+        handlers = [DistributedDataParallelKwargs(broadcast_buffers=False)]
+        self.accelerator = Accelerator(
+            mixed_precision=config.precision,
+            kwargs_handlers=handlers,
+            log_with=config.trackers or None,
+            project_dir=str(out) if config.trackers else None,
+        )
+        self.device, self.main = self.accelerator.device, self.accelerator.is_main_process
+        self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
+        model = dense_model(config)
+        family.sites(model)
+        self.norm = normalisation(config, model)
+        self.data = data or load_data(config, model, self.device)
+        if model.num_classes != self.data.classes:
+            model.reset_classifier(self.data.classes)
+        self.dense = model.to(self.device)
+        self.dense_macs = macs(model)
+        self.per_epoch = self.data.train_size // config.batch_size
+        if self.per_epoch == 0:
+            raise ConfigError(f"batch_size {config.batch_size} is more than the {self.data.train_size} training images")
+        total = config.epochs * self.per_epoch
+        share = config.freeze_at or (0.3 if config.target else 1.0)
+        noise = config.noise_end if config.noise_end is not None else (0.0 if config.target else 1.0)
+        self.schedule = Schedule(
+            total,
+            max(1, round(share * total)),
+            config.tau_start,
+            config.tau_decay,
+            config.tau_floor,
+            noise,
+            config.ramp_start,
+            config.ramp_end,
+            config.ramp_power,
+            config.sharp_start,
+            config.sharp_end,
+        )
+        self.stop = (config.stop_after or config.epochs) * self.per_epoch
+        self._plan()  # refuses what cannot be reached, before the folder is made
+        self.folder = RunFolder(out, config.to_yaml(), resume) if self.main else None
+        self.accelerator.wait_for_everyone()
+        self.out = Path(out)
+        self.record: dict[str, Any] = {"dense_macs": self.dense_macs}
+        self.stage, self.step, self.seconds = "dense" if config.dense_epochs else "search", 0, 0.0
+        self.topology: Topology | None = None
+        self.controller: Controller | None = None
+        self.teacher: Teacher | None = None
+        self._terminated = False
+
+    def _plan(self) -> None:
+        gated = attach(copy.deepcopy(self.dense), self.config.granularities, self.config.keep_blocks)
+        self.reach: tuple[float, float] | None = None
+        if self.config.target:
+            controller = self._controller(gated)
+            self.reach = (controller.low, controller.dense_cost)
+
+    def _controller(self, model: ViT) -> Controller:
+        config = self.config
+        assert config.target is not None
+        target = Target.parse(config.target)
+        cost: Cost = ParamCost(model) if target.unit == "params" else MacCost(model)
+        value = target.value * self.dense_macs if target.unit == "share" else target.value
+        floors = Floors(config.min_heads, config.min_value_dims, config.min_neurons)
+        window = max(10, round(config.gate_window * self.schedule.total))
+        ratio = (config.ratio[0], config.ratio[1])
+        return Controller(model, cost, value, ratio, floors, config.round_to, config.gate_mode, window)
+
+    # -- stages ---------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Build what the present stage trains: model, optimiser, schedule of the rate, average, teacher."""
+        config = self.config
+        if self.stage == "dense":
+            self.raw = self.dense
+        elif self.stage == "search":
+            self.teacher = self._teacher()
+            self.raw = attach(
+                self.dense, config.granularities, config.keep_blocks, logit=config.start_logit, seed=config.seed
+            )
+            self.cost: Cost = MacCost(self.raw, config.accounting)
+            if config.target:
+                self.controller = self._controller(self.raw)
+                self.controller.project(self.controller.dense_cost, self.schedule.sharpness(0))
+        self._prepare()
+
+    def _prepare(self) -> None:
+        config = self.config
+        learned = self.stage == "search" and not (config.target and config.gate_mode == "importance")
+        groups = parameter_groups(self.raw, config.weight_decay, config.gate_lr if learned else 0.0)
+        groups = [group for group in groups if group["params"]]
+        if not learned and is_gated(self.raw):
+            groups = groups[:-1]
+        peak = config.dense_lr if self.stage == "dense" else config.lr
+        self.optimizer = create_optimizer_v2(groups, opt=config.opt, lr=peak, weight_decay=config.weight_decay)
+        epochs = config.dense_epochs if self.stage == "dense" else config.epochs
+        self.rate = CosineLRScheduler(
+            self.optimizer,
+            t_initial=epochs * self.per_epoch,
+            lr_min=config.min_lr,
+            warmup_t=round(config.warmup_epochs * self.per_epoch),
+            warmup_lr_init=config.min_lr,
+            t_in_epochs=False,
+        )
+        self.average = ModelEmaV3(self.raw, decay=config.ema) if config.ema and self.stage != "dense" else None
+        self.accelerator.free_memory()
+        self.model, self.stepper = self.accelerator.prepare(self.raw, self.optimizer)
+
+    def _teacher(self) -> Teacher | None:
+        config = self.config
+        if config.teacher == "none" or config.distill_weight == 0:
+            return None
+        size = family.image_size(self.dense)
+        if config.teacher == "self":
+            return Teacher(copy.deepcopy(self.dense), self.norm, self.norm, size, self.device)
+        try:
+            model = timm.create_model(config.teacher, pretrained=config.teacher_weights is None)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"the teacher {config.teacher} cannot be had ({error}). Pass --teacher-weights FILE, or --teacher self"
+            ) from error
+        if config.teacher_weights is not None:
+            model.load_state_dict(_read_weights(config.teacher_weights))
+        if getattr(model, "num_classes", None) != self.data.classes:
+            raise ConfigError(f"the teacher has {model.num_classes} classes, the data {self.data.classes}")
+        own = resolve_data_config({}, model=model)
+        return Teacher(model, self.norm, (tuple(own["mean"]), tuple(own["std"])), own["input_size"][1:], self.device)
+
+    def freeze(self) -> None:
+        """Decide the topology; with `shrink`, go on with the extracted network."""
+        raw = self.raw = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+        before = self._accuracy(soft=True)
+        topology = self.controller.decide() if self.controller else harden(raw)
+        set_topology_of = [raw, *([self.average.module] if self.average else [])]
+        self.record |= self._gate_record() | {"freeze_step": self.step, "soft_top1": before}
+        for model in set_topology_of:
+            for gate in gates(model):
+                gate.gradient = None
+            set_topology(model, topology)
+        self.record["hard_top1"] = self._accuracy()
+        self.topology, self.controller = topology, None
+        if self.config.shrink and self.step < self.stop:
+            self._shrink(topology)
+        else:
+            set_gates(raw, temperature=self.schedule.tau_floor, noise_scale=0.0)
+            for gate in gates(raw):
+                gate.logit.requires_grad_(False)
+            self.model, self.stepper = self.accelerator.prepare(raw, self.optimizer)
+        self.stage = "recover"
+
+    def _shrink(self, topology: Topology) -> None:
+        big, old_optimizer = self.raw, self.optimizer
+        average = extract(self.average.module, topology, self.config.round_to) if self.average else None
+        self.raw = extract(big, topology, self.config.round_to)
+        self.stage = "recover"
+        self._prepare()
+        widths = [
+            block.widths(old, self.config.round_to) for block, old in zip(topology.blocks, topology.dense, strict=True)
+        ]
+        carry_optimizer(old_optimizer, big, self.optimizer, self.raw, slices(topology, widths))
+        if self.average is not None and average is not None:
+            self.average.module.load_state_dict(average.state_dict())
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+
+    def go(self) -> Result:
+        """Train from wherever the run is to its end, and save the result."""
+        with self._signals():
+            self.resume_or_begin()
+            if self.config.trackers:
+                self.accelerator.init_trackers(
+                    "hiap", config=vars(self.config) | {"model_args": str(self.config.model_args)}
+                )
+            if self.stage == "dense":
+                self._stage_loop(self.config.dense_epochs * self.per_epoch)
+                self._end_dense()
+            self._stage_loop(self.stop)
+            return self._finish()
+
+    def _stage_loop(self, end: int) -> None:
+        epoch, position = divmod(self.step, self.per_epoch)
+        while self.step < end:
+            started = time.perf_counter()
+            offset = 0 if self.stage == "dense" else self.config.dense_epochs
+            stage = self.stage
+            batches = self.data.train(epoch + offset, position, self.config.batch_size, self.rank, self.world)
+            for x, y in batches:
+                terms = self.train_step(x, y)
+                self.step += 1
+                due = self.step % (self.config.checkpoint_every or self.per_epoch) == 0
+                if self.device.type == "cpu" or self.step % 10 == 0 or due or self._terminated:
+                    self._check_finite(terms)
+                if self.stage == "search" and self.step == min(self.schedule.freeze, end):
+                    self.freeze()
+                if self.step % self.per_epoch == 0:
+                    self.seconds += time.perf_counter() - started
+                    self._log(stage, terms, time.perf_counter() - started)
+                    started = time.perf_counter()
+                if due or self._terminated:
+                    self.seconds += time.perf_counter() - started
+                    started = time.perf_counter()
+                    self.save_checkpoint()
+                if self._terminated:
+                    raise SystemExit(143)
+                if self.step >= end:
+                    break
+            epoch, position = epoch + 1, 0
+
+    def train_step(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """One optimiser step. Returns the named terms of the loss."""
+        config, number = self.config, self.step + (0 if self.stage == "dense" else 2**32)
+        torch.manual_seed(mix_seed(config.seed, number, self.rank))
+        self.rate.step_update(self.step)
+        if self.stage == "search":
+            set_gates(
+                self.raw,
+                temperature=self.schedule.temperature(self.step),
+                noise_scale=self.schedule.noise(self.step),
+                draws=self.step * config.accumulate,
+            )
+        x, target = self._mix(x, y, number)
+        self.model.train()
+        total: dict[str, Tensor] = {}
+        parts = zip(x.chunk(config.accumulate), target.chunk(config.accumulate), strict=True)
+        for i, (xs, ys) in enumerate(parts):
+            last = i == config.accumulate - 1
+            with nullcontext() if last else self.accelerator.no_sync(self.model):
+                with self.accelerator.autocast():
+                    logits = self.model(xs)
+                    teacher = self.teacher(xs) if self.teacher and self.stage != "dense" else None
+                terms = self._terms(logits.float(), ys, teacher)
+                self.accelerator.backward(self._weighted(terms) / config.accumulate)
+            for name, value in terms.items():
+                total[name] = total.get(name, torch.zeros((), device=self.device)) + value.detach() / config.accumulate
+        if config.clip_grad is not None:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), config.clip_grad)
+        self.stepper.step()
+        self.stepper.zero_grad()
+        if self.average is not None:
+            self.average.update(self.raw, step=self.step)
+        if self.controller is not None:
+            self._control(self.controller)
+        return total
+
+    def _control(self, controller: Controller) -> None:
+        scaler = self.accelerator.scaler
+        controller.observe(self._mean, scaler.get_scale() if scaler is not None else 1.0)
+        after = self.step + 1
+        if after % max(1, self.schedule.freeze // PROJECTIONS) == 0 or after == self.schedule.freeze:
+            allowed = self.schedule.budget(after, controller.dense_cost, controller.target)
+            controller.project(allowed, self.schedule.sharpness(after))
+
+    def _mean(self, tensor: Tensor) -> Tensor:
+        mean: Tensor = self.accelerator.reduce(tensor, "mean")
+        return mean
+
+    def _mix(self, x: Tensor, y: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        config = self.config
+        if not (config.mixup or config.cutmix):
+            return x, y
+        np.random.seed(mix_seed(config.seed, number) % 2**32)
+        mixup = Mixup(config.mixup, config.cutmix, label_smoothing=config.smoothing, num_classes=self.data.classes)
+        mixed: tuple[Tensor, Tensor] = mixup(x, y)
+        return mixed
+
+    def _terms(self, logits: Tensor, target: Tensor, teacher: Tensor | None) -> dict[str, Tensor]:
+        config = self.config
+        terms = {"task": task_loss(logits, target, config.smoothing)}
+        if teacher is not None:
+            terms["distill"] = distillation(logits, teacher, config.distill_temperature)
+        if self.stage == "search" and config.target is None:
+            terms |= cost_terms(self.raw, self.cost)
+            terms |= feasibility_terms(self.raw, config.min_heads, config.min_value_dims, config.min_neurons)
+        return terms
+
+    def _weighted(self, terms: dict[str, Tensor]) -> Tensor:
+        config = self.config
+        share = config.distill_weight if "distill" in terms else 0.0
+        weights = {
+            "task": 1.0 - share,
+            "distill": share,
+            "macro": config.lambda_macro or 0.0,
+            "micro": config.lambda_micro or 0.0,
+            "feasible_head": config.beta_head,
+            "feasible_dim": config.beta_dim,
+            "feasible_ffn": config.beta_ffn,
+        }
+        return torch.stack([weights[name] * value for name, value in terms.items()]).sum()
+
+    def _check_finite(self, terms: dict[str, Tensor]) -> None:
+        values = {name: float(value) for name, value in terms.items()}
+        if not all(np.isfinite(value) for value in values.values()):
+            saved = self.folder.checkpoints() if self.folder else []
+            text = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+            raise RunError(
+                f"the loss is not finite at step {self.step} of the {self.stage} stage ({text}); "
+                f"the last good checkpoint is {saved[-1] if saved else 'none'}"
+            )
+
+    # -- records --------------------------------------------------------------------------------------------------
+
+    def _accuracy(self, soft: bool = False) -> float:
+        """Top-1 of the present network, gates hard or (soft) as they are in training."""
+        model = self.average.module if self.average is not None and not soft else self.raw
+        model.eval()
+        if soft:
+            for gate in gates(model):
+                gate.train()
+        top1 = evaluate(model, self.data, self.config.batch_size, self.accelerator)["top1"]
+        model.train()
+        return top1
+
+    def _gate_record(self) -> dict[str, Any]:
+        """How decided the gates are, and what they expect to cost against what they cost."""
+        p = torch.cat([gate.probability().detach().flatten() for gate in gates(self.raw)])
+        expected = MacCost(self.raw).total(expected_counts(self.raw)).item()
+        hard = macs(self.raw, round_to=self.config.round_to)
+        return {
+            "undecided": ((p > 0.05) & (p < 0.95)).float().mean().item(),
+            "expected_macs": expected / self.dense_macs,
+            "hard_macs": hard / self.dense_macs,
+        }
+
+    def _log(self, stage: str, terms: dict[str, Tensor], seconds: float) -> None:
+        epoch = self.step // self.per_epoch
+        line: dict[str, Any] = {
+            "stage": stage,
+            "step": self._global_step(),
+            "epoch": epoch,
+            "seconds": round(seconds, 3),
+        }
+        line |= {name: float(self._mean(value)) for name, value in terms.items()}
+        line["lr"] = self.optimizer.param_groups[0]["lr"]
+        if epoch % self.config.eval_every == 0 or self.step >= self.stop:
+            line["top1"] = self._accuracy()
+        if is_gated(self.raw) and self.topology is None:
+            line |= self._gate_record() | {"temperature": self.schedule.temperature(self.step)}
+        else:
+            line["hard_macs"] = macs(self.raw, round_to=self.config.round_to) / self.dense_macs
+        if self.folder is not None:
+            self.folder.log(line)
+            print(_progress(line, self.config), flush=True)
+        if self.config.trackers:
+            numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
+            self.accelerator.log(numbers, step=self._global_step())
+
+    def _global_step(self) -> int:
+        return self.step + (0 if self.stage == "dense" else self.config.dense_epochs * self.per_epoch)
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def _end_dense(self) -> None:
+        self.raw = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+        self.record["dense_top1"] = self._accuracy()
+        if self.folder is not None:
+            safetensors.torch.save_file(self.raw.state_dict(), self.out / "dense.partial")
+            (self.out / "dense.partial").rename(self.out / "dense.safetensors")
+        self.dense, self.stage, self.step = self.raw, "search", 0
+        self._begin_search()
+
+    def _begin_search(self) -> None:
+        if "dense_top1" not in self.record:
+            self.raw, self.average = self.dense, None
+            self.record["dense_top1"] = self._accuracy()
+        self.begin()
+        set_gates(self.raw, temperature=self.schedule.temperature(0), noise_scale=self.schedule.noise(0), draws=0)
+        self.record["soft_top1_start"] = self._accuracy(soft=True)
+        self.save_checkpoint()
+
+    def save_checkpoint(self) -> None:
+        self.accelerator.wait_for_everyone()
+        if self.folder is None:
+            return
+        tensors = {f"model.{name}": tensor for name, tensor in self.raw.state_dict().items()}
+        if self.average is not None:
+            tensors |= {f"average.{name}": tensor for name, tensor in self.average.module.state_dict().items()}
+        names = {id(p): name for name, p in self.raw.named_parameters()}
+        scalars = {}
+        for p, state in self.optimizer.state.items():
+            for key, value in state.items():
+                name = f"optimizer.{key}.{names[id(p)]}"
+                if isinstance(value, Tensor):
+                    tensors[name] = value
+                else:
+                    scalars[name] = value
+        if self.controller is not None:
+            tensors["controller.importance"] = self.controller.importance
+        state = {
+            "stage": self.stage,
+            "step": self.step,
+            "seconds": self.seconds,
+            "record": self.record,
+            "scalars": scalars,
+            "observations": self.controller.observations if self.controller else 0,
+            "scaler": self.accelerator.scaler.state_dict() if self.accelerator.scaler else None,
+            "topology": self.topology.to_json() if self.topology else None,
+            "shrunk": self.topology is not None and not is_gated(self.raw),
+        }
+        self.folder.save(self._global_step(), tensors, state)
+
+    def resume_or_begin(self) -> None:
+        """Take up the last checkpoint, or begin."""
+        saved = self.folder.load() if self.folder is not None else None
+        if self.world > 1:
+            folder = RunFolder.__new__(RunFolder)  # the other ranks read what the main one holds the lock of
+            folder.path = self.out
+            saved = saved if self.main else folder.load()
+        if saved is None:
+            if self.folder is not None:
+                self.folder.rewind(0)
+            self.begin() if self.stage == "dense" else self._begin_search()
+            return
+        tensors, state = saved
+        self.stage, self.step, self.seconds, self.record = (state[k] for k in ("stage", "step", "seconds", "record"))
+        if self.stage != "dense" and self.config.dense_epochs:
+            self.dense.load_state_dict(safetensors.torch.load_file(self.out / "dense.safetensors"))
+        stage = self.stage
+        if stage == "recover":
+            self.stage = "search"
+        self.begin()
+        self.stage = stage
+        if state["topology"] is not None:
+            self.topology, self.controller = Topology.from_json(state["topology"]), None
+            self.raw = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+            if state["shrunk"]:
+                blocks = zip(self.topology.blocks, self.topology.dense, strict=True)
+                widths = [block.widths(old, self.config.round_to) for block, old in blocks]
+                self.raw = extract(self.raw, self.topology, self.config.round_to)
+                assert [site.widths for site in family.sites(self.raw)] == widths
+            else:
+                set_gates(self.raw, temperature=self.schedule.tau_floor, noise_scale=0.0)
+                for gate in gates(self.raw):
+                    gate.gradient = None
+                    gate.logit.requires_grad_(False)
+            self._prepare()
+        self._restore(tensors, state)
+        if self.folder is not None:
+            self.folder.rewind(self._global_step() + 1)
+
+    def _restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        def part(prefix: str) -> dict[str, Tensor]:
+            return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+        self.raw.load_state_dict(part("model."))
+        if self.average is not None:
+            self.average.module.load_state_dict(part("average."))
+        for name, p in self.raw.named_parameters():
+            for key in {k.split(".")[1] for k in (*tensors, *state["scalars"]) if k.startswith("optimizer.")}:
+                full = f"optimizer.{key}.{name}"
+                if full in tensors:
+                    value = tensors[full]
+                    self.optimizer.state[p][key] = value if value.ndim == 0 else value.to(p.device)
+                elif full in state["scalars"]:
+                    self.optimizer.state[p][key] = state["scalars"][full]
+        if self.controller is not None:
+            self.controller.importance.copy_(tensors["controller.importance"])
+            self.controller.observations = state["observations"]
+        if state["scaler"] and self.accelerator.scaler:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
+
+    def _finish(self) -> Result:
+        raw = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+        model = self.average.module if self.average is not None else raw
+        if is_gated(model):
+            topology = self.topology or harden(model)
+            model = extract(model, topology, self.config.round_to)
+        model.eval()
+        scores = evaluate(model, self.data, self.config.batch_size, self.accelerator)
+        self.record |= {
+            "top1": scores["top1"],
+            "top5": scores["top5"],
+            "macs": macs(model),
+            "params": sum(p.numel() for p in model.parameters()),
+            "seconds": self.seconds,
+        }
+        if self.folder is not None:
+            save(model, self.out / "compact", self.data.class_names)
+            self.folder.close()
+        self.accelerator.wait_for_everyone()
+        if self.config.trackers:
+            self.accelerator.end_training()
+        return Result(model, self.out / "compact", self.record)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGTERM ends the run after the present step, with a checkpoint."""
+
+        def stop(*_: object) -> None:
+            self._terminated = True
+
+        try:
+            before = signal.signal(signal.SIGTERM, stop)
+        except ValueError:  # not the main thread
+            yield
+            return
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+def carry_optimizer(
+    old: torch.optim.Optimizer,
+    big: nn.Module,
+    new: torch.optim.Optimizer,
+    small: nn.Module,
+    cuts: dict[str, tuple[int, Tensor]],
+) -> None:
+    """Give the optimiser of the small network the state of the big one's, slice by slice."""
+    parameters = dict(big.named_parameters())
+    for name, p in small.named_parameters():
+        source = parameters[source_name(name, parameters)]
+        for key, value in old.state.get(source, {}).items():
+            if isinstance(value, Tensor) and value.shape == source.shape:
+                value = take(value, *cuts[name]) if name in cuts else value.clone()
+            elif isinstance(value, Tensor):
+                value = value.clone()
+            new.state[p][key] = value
+
+
+def _progress(line: dict[str, Any], config: Config) -> str:
+    """One plain line of a run's course."""
+    parts = [f"{line['stage']:7} epoch {line['epoch']:>4}", f"{line['seconds']:6.1f} s"]
+    parts += [f"{name} {line[name]:.4f}" for name in ("task", "distill", "macro", "micro") if name in line]
+    if "top1" in line:
+        parts.append(f"top-1 {line['top1']:.2f} %")
+    if "hard_macs" in line:
+        parts.append(f"MACs {line['hard_macs']:.1%}" + (f" -> {config.target}" if config.target else ""))
+    if "temperature" in line:
+        parts.append(f"tau {line['temperature']:.2f}  undecided {line['undecided']:.0%}")
+    return "  ".join(parts)

@@ -271,15 +271,6 @@ def test_it_compiles() -> None:
     assert close(compiled(x), compact(x))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_it_runs_on_cuda() -> None:
-    model = hiap.attach(make().float(), ALL).cuda()
-    scatter_logits(model)
-    compact = hiap.extract(model)
-    assert {p.device.type for p in compact.parameters()} == {"cuda"}
-    assert close(compact(images(compact)), model(images(compact)), 1e-4)
-
-
 def test_constants_can_be_closed_later() -> None:
     model = make("layer_scale")
     once = hiap.extract(model, hiap.Topology.from_counts(model, heads=[0, 3, 3], neurons=[0, 8, 8]))

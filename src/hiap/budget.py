@@ -7,10 +7,13 @@ the freeze the same threshold decides, and what room is left is filled unit by u
 
 from __future__ import annotations
 
+import copy
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +22,6 @@ from hiap.attach import gates, gates_by_block
 from hiap.compact import Widths
 from hiap.cost import Cost
 from hiap.families import timm as family
-from hiap.gates import Gate
 from hiap.topology import BlockTopology, Topology
 
 __all__ = ["BudgetError", "Controller", "Floors", "Target"]
@@ -29,6 +31,47 @@ TIGHT = 0.005  # room of more than this share of the target is worth a second lo
 LIMIT = 8.0  # logits are held within it: p = 0.9997 and 0.0003
 
 Worths = list[dict[str, Tensor]]
+
+
+class _Ranked:
+    """The worths of a block, sorted so that units above a threshold are counted by bisection."""
+
+    def __init__(self, worth: dict[str, Tensor], heads: int) -> None:
+        self.order = _rank("head", worth["head"]).tolist() if "head" in worth else list(range(heads))
+        self.sorted: dict[str, list[Any]] = {
+            kind: (values.flatten() if kind == "head" else values).sort(dim=-1).values.tolist()
+            for kind, values in worth.items()
+        }
+
+    def __contains__(self, kind: str) -> bool:
+        return kind in self.sorted
+
+    def above(self, kind: str, threshold: float) -> int:
+        """Units of the block that are worth more."""
+        values = self.sorted[kind]
+        return len(values) - bisect_right(values, threshold)
+
+    def widest(self, kind: str, heads: int, threshold: float) -> int:
+        """Dims worth more, in that of the best heads which has most of them."""
+        rows = self.sorted[kind]
+        return max(len(rows[h]) - bisect_right(rows[h], threshold) for h in self.order[:heads])
+
+    def without(self, kind: str) -> _Ranked:
+        """The same block, were it not for one kind of gate."""
+        other = copy.copy(self)
+        other.sorted = {name: values for name, values in self.sorted.items() if name != kind}
+        return other
+
+    def worth(self, kind: str, place: int) -> float:
+        """The worth of the unit at a place of the ranking."""
+        return float(self.sorted[kind][-1 - place])
+
+    def worth_of_dims(self, kind: str, heads: int, place: int) -> float:
+        """The highest worth of a dim at a place of the ranking of its head."""
+        return float(max(self.sorted[kind][h][-1 - place] for h in self.order[:heads]))
+
+
+Ranking = list[_Ranked]
 
 
 class BudgetError(ValueError):
@@ -120,11 +163,12 @@ class Controller:
         self.gradient = torch.zeros(size, device=device)
         self.importance = torch.zeros(size, device=device)
         self.observations = 0
+        self._known: Tensor | None = None
         if mode == "importance":
             for gate, part in zip(self.all_gates, self._split(self.gradient), strict=True):
                 gate.gradient = part
         self.dense_cost = self._cost([site.widths for site in self.sites])
-        self.low = self._cost(self._widths(self._constant_worths(), math.inf))
+        self.low = self._cost(self._widths(self._rankings(self._constant_worths()), math.inf))
         if not self.low <= target < self.dense_cost:
             raise BudgetError(
                 f"target {target:.4g} is out of reach: floors, gates and the ratio {ratio[0]:g}:{ratio[1]:g} allow "
@@ -149,55 +193,70 @@ class Controller:
     def project(self, allowed: float, sharpness: float) -> None:
         """Set or move the logits so that the hard, padded network costs no more than `allowed`."""
         worths = self.worths()
-        threshold = self._threshold(worths, max(allowed, self.target))
-        for kinds, worth in zip(self.kinds, worths, strict=True):
-            for kind, values in worth.items():
-                gate = kinds[kind]
-                if self.mode == "importance":
-                    logit = ((values - threshold) * sharpness).clamp(-LIMIT, LIMIT).flatten()
-                    gate.logit.copy_(logit.to(gate.logit))
-                elif threshold > 0:
-                    gate.logit.sub_(threshold * self.weight[kind])
-        if self.mode == "gradient":
-            for gate in self.all_gates:
-                gate.logit.clamp_(-LIMIT, LIMIT)
+        threshold = self._threshold(worths, self._rankings(worths), max(allowed, self.target))
+        by_gate = {
+            id(kinds[kind]): (kind, values.flatten())
+            for kinds, worth in zip(self.kinds, worths, strict=True)
+            for kind, values in worth.items()
+        }
+        logits = list(self._split(self._logits()))
+        for i, gate in enumerate(self.all_gates):
+            kind, values = by_gate.get(id(gate), ("", logits[i]))
+            if kind and self.mode == "importance":
+                logits[i] = (values - threshold) * sharpness
+            elif kind:
+                logits[i] = logits[i] - max(threshold, 0.0) * self.weight[kind]
+        flat = torch.cat(logits).clamp(-LIMIT, LIMIT)
+        self._known = flat if self.mode == "importance" else None
+        first = self.all_gates[0].logit
+        for gate, part in zip(self.all_gates, self._split(flat.to(first.device, first.dtype)), strict=True):
+            gate.logit.copy_(part)
+
+    def _logits(self) -> Tensor:
+        """All logits in CPU float64; where this object alone sets them, without asking the device."""
+        if self._known is None:
+            return torch.cat([gate.logit.detach() for gate in self.all_gates]).cpu().double()
+        return self._known
 
     def decide(self) -> Topology:
         """The topology: at most the target, with no room left that any unit fits in, and no zero padding."""
         worths = self.worths()
-        threshold = self._threshold(worths, self.target)
-        widths = self._fill(self._widths(worths, threshold), worths, threshold)
+        ranks = self._rankings(worths)
+        threshold = self._threshold(worths, ranks, self.target)
+        widths = self._fill(self._widths(ranks, threshold), ranks, threshold)
         if self.target - self._cost(widths) > TIGHT * self.target:
-            widths = self._exchange(widths, worths, threshold)
-        ranks = [{kind: _rank(kind, values) for kind, values in worth.items()} for worth in worths]
-        blocks = tuple(_block_topology(now, rank) for now, rank in zip(widths, ranks, strict=True))
+            widths = self._exchange(widths, ranks, threshold)
+        blocks = tuple(
+            _block_topology(now, {kind: _rank(kind, values) for kind, values in worth.items()})
+            for now, worth in zip(widths, worths, strict=True)
+        )
         return Topology(blocks, tuple(site.widths for site in self.sites))
 
-    def _fill(self, widths: list[Widths], worths: Worths, threshold: float) -> list[Widths]:
+    def _fill(self, widths: list[Widths], ranks: Ranking, threshold: float) -> list[Widths]:
         """Open what is worth most of what fits, until nothing fits."""
         widths = list(widths)
         while True:
             slack = self.target - self._cost(widths)
             best: tuple[float, int, Widths] | None = None
             for i, now in enumerate(widths):
-                for worth, wider in self._moves(i, now, worths[i], threshold):
+                for worth, wider in self._moves(i, now, ranks[i], threshold):
                     if self._price(i, now, wider) <= slack and (best is None or worth > best[0]):
                         best = (worth, i, wider)
             if best is None:
                 return widths
             widths[best[1]] = best[2]
 
-    def _exchange(self, widths: list[Widths], worths: Worths, threshold: float) -> list[Widths]:
+    def _exchange(self, widths: list[Widths], ranks: Ranking, threshold: float) -> list[Widths]:
         """Where only large units are left to open: open one, pay with the least neurons, and fill again."""
         best = widths
         for i, now in enumerate(widths):
-            for _, wider in self._moves(i, now, worths[i], threshold):
+            for _, wider in self._moves(i, now, ranks[i], threshold):
                 trial = [*widths[:i], wider, *widths[i + 1 :]]
                 while self._cost(trial) > self.target:
                     groups = [
-                        (float(worths[j]["neuron"].sort(descending=True).values[one.neurons - 1]), j)
+                        (ranks[j].worth("neuron", one.neurons - 1), j)
                         for j, one in enumerate(trial)
-                        if one.neurons and "neuron" in worths[j] and self._narrower(j, one) < one.neurons
+                        if one.neurons and "neuron" in ranks[j] and self._narrower(j, one) < one.neurons
                     ]
                     if not groups:
                         break
@@ -205,7 +264,7 @@ class Controller:
                     trial[j] = replace(trial[j], neurons=self._narrower(j, trial[j]))
                 if self._cost(best) < self._cost(trial) <= self.target:
                     best = trial
-        return self._fill(best, worths, threshold)
+        return self._fill(best, ranks, threshold)
 
     def _narrower(self, index: int, now: Widths) -> int:
         """The next smaller number of neurons that the floor allows."""
@@ -218,15 +277,18 @@ class Controller:
 
     def worths(self) -> Worths:
         """What each movable unit is worth, in CPU float64; units above a common threshold are kept."""
+        logits = dict(zip(map(id, self.all_gates), self._split(self._logits()), strict=True))
         if self.mode == "gradient":
-            logits = [
-                {k: g.logit.detach().cpu().double().view(g.shape) for k, g in kinds.items()} for kinds in self.kinds
+            return [
+                {k: logits[id(gate)].view(gate.shape) / self.weight[k] for k, gate in kinds.items() if self.weight[k]}
+                for kinds in self.kinds
             ]
-            return [{k: v / self.weight[k] for k, v in block.items() if self.weight[k]} for block in logits]
         parts = dict(zip(map(id, self.all_gates), self._split(self.importance.cpu().double()), strict=True))
         result = []
         for site, kinds in zip(self.sites, self.kinds, strict=True):
-            price = self._prices(site, kinds)
+            price = self._prices(
+                site, {k: torch.sigmoid(logits[id(gate)]).view(gate.shape) for k, gate in kinds.items()}
+            )
             result.append(
                 {
                     kind: torch.log(parts[id(gate)].view(gate.shape) + 1e-30)
@@ -237,103 +299,91 @@ class Controller:
             )
         return result
 
-    def _prices(self, site: family.Site, kinds: dict[str, Gate]) -> dict[str, Tensor]:
+    def _prices(self, site: family.Site, p: dict[str, Tensor]) -> dict[str, Tensor]:
         """What closing each unit would save now, given how far its parts are open."""
-        head, value_dim, qk_dim, neuron = self.cost.unit_costs(site, "qk_dim" in kinds)
-        w = site.widths
+        head, value_dim, qk_dim, neuron = self.cost.unit_costs(site, "qk_dim" in p)
+        heads, neurons, w = site.widths.heads or 0, site.widths.neurons or 0, site.widths
         one = torch.ones(1, dtype=torch.float64)
-        p = {k: gate.probability().detach().cpu().double() for k, gate in kinds.items()}
-        if not self.observations:
-            p = {}
-        heads, neurons = w.heads or 0, w.neurons or 0
         values = p.get("value_dim", one).expand(heads, w.value_dim).sum(1, keepdim=True)
         queries = p.get("qk_dim", one).expand(heads, w.qk_dim).sum(1, keepdim=True)
         by_head = head + value_dim * values + qk_dim * queries
-        ffn = neuron * p.get("neuron", one).expand(neurons).sum()
         return {
             "head": by_head,
             "value_dim": one * value_dim,
             "qk_dim": one * qk_dim,
             "neuron": one * neuron,
             "attention": (by_head * p.get("head", one)).sum().clamp(min=1.0),
-            "block": ffn.clamp(min=1.0),
+            "block": (neuron * p.get("neuron", one).expand(neurons).sum()).clamp(min=1.0),
         }
 
-    def _threshold(self, worths: Worths, allowed: float) -> float:
+    def _rankings(self, worths: Worths) -> Ranking:
+        return [_Ranked(worth, site.widths.heads or 0) for worth, site in zip(worths, self.sites, strict=True)]
+
+    def _threshold(self, worths: Worths, ranks: Ranking, allowed: float) -> float:
         """The lowest threshold at which the padded network fits."""
-        if self._cost(self._widths(worths, -math.inf)) <= allowed:
-            return (
-                -math.inf if self.mode == "gradient" else min(float(v.min()) for w in worths for v in w.values()) - 1e3
-            )
         values = torch.cat([values.flatten() for worth in worths for values in worth.values()]).sort().values
+        if self._cost(self._widths(ranks, -math.inf)) <= allowed:
+            return float(values[0]) - 1e3
         low, high = 0, len(values) - 1  # at the highest value everything movable is closed
         while low < high:
             middle = (low + high) // 2
-            if self._cost(self._widths(worths, float(values[middle]))) <= allowed:
+            if self._cost(self._widths(ranks, float(values[middle]))) <= allowed:
                 high = middle
             else:
                 low = middle + 1
         return float(values[high])
 
-    def _widths(self, worths: Worths, threshold: float) -> list[Widths]:
+    def _widths(self, ranks: Ranking, threshold: float) -> list[Widths]:
         """Padded widths of every block with the units above the threshold and the floors."""
-        return [
-            self._block_widths(site.widths, worth, threshold) for site, worth in zip(self.sites, worths, strict=True)
-        ]
+        return [self._block_widths(site.widths, rank, threshold) for site, rank in zip(self.sites, ranks, strict=True)]
 
-    def _block_widths(self, dense: Widths, worth: dict[str, Tensor], threshold: float) -> Widths:
-        heads, qk_dim, value_dim = dense.heads, dense.qk_dim, dense.value_dim
-        neurons = dense.neurons
+    def _block_widths(self, dense: Widths, rank: _Ranked, threshold: float) -> Widths:
+        heads, qk_dim, value_dim, neurons = dense.heads, dense.qk_dim, dense.value_dim, dense.neurons
         if heads:
-            order = _rank("head", worth["head"]) if "head" in worth else torch.arange(heads)
-            if "head" in worth:
-                heads = max(int((worth["head"] > threshold).sum()), min(self.floors.heads, heads))
-            kept = order[:heads]
-            if "value_dim" in worth and heads:
-                count = int((worth["value_dim"][kept] > threshold).sum(1).max())
+            if "head" in rank:
+                heads = max(rank.above("head", threshold), min(self.floors.heads, heads))
+            if "value_dim" in rank and heads:
+                count = rank.widest("value_dim", heads, threshold)
                 value_dim = self._pad(max(count, math.ceil(self.floors.value_dims * value_dim), 1), value_dim)
-            if "qk_dim" in worth and heads:
-                qk_dim = self._pad(max(int((worth["qk_dim"][kept] > threshold).sum(1).max()), 1), qk_dim)
-            if "attention" in worth and float(worth["attention"]) <= threshold:
+            if "qk_dim" in rank and heads:
+                qk_dim = self._pad(max(rank.widest("qk_dim", heads, threshold), 1), qk_dim)
+            if "attention" in rank and not rank.above("attention", threshold):
                 heads = None
         if neurons:
-            if "neuron" in worth:
-                count = int((worth["neuron"] > threshold).sum())
+            if "neuron" in rank:
+                count = rank.above("neuron", threshold)
                 neurons = self._pad(max(count, math.ceil(self.floors.neurons * neurons), 1), neurons)
-            if "block" in worth and float(worth["block"]) <= threshold:
+            if "block" in rank and not rank.above("block", threshold):
                 neurons = None
         return Widths(heads, qk_dim, value_dim, neurons) if heads else Widths(heads, 0, 0, neurons)
 
-    def _moves(
-        self, index: int, now: Widths, worth: dict[str, Tensor], threshold: float
-    ) -> Iterator[tuple[float, Widths]]:
+    def _moves(self, index: int, now: Widths, rank: _Ranked, threshold: float) -> Iterator[tuple[float, Widths]]:
         """The ways to open a little more of a block, each with the worth of what it opens.
 
         A branch that comes back at its floor is worth least: it is taken only where nothing else fits the room left.
         """
         dense = self.sites[index].widths
         if now.heads:
-            kept = _rank("head", worth["head"]) if "head" in worth else torch.arange(dense.heads or 0)
-            if "head" in worth and now.heads < (dense.heads or 0):
-                yield float(worth["head"].flatten()[kept[now.heads]]), replace(now, heads=now.heads + 1)
+            if "head" in rank and now.heads < (dense.heads or 0):
+                yield rank.worth("head", now.heads), replace(now, heads=now.heads + 1)
             for kind, width, full in (
                 ("value_dim", now.value_dim, dense.value_dim),
                 ("qk_dim", now.qk_dim, dense.qk_dim),
             ):
-                if kind in worth and width < full:
-                    ranked = worth[kind][kept[: now.heads]].sort(dim=1, descending=True).values
-                    yield float(ranked[:, width].max()), replace(now, **{kind: self._pad(width + 1, full)})
-        elif "attention" in worth and now.heads is None and dense.heads:
-            rest = {kind: values for kind, values in worth.items() if kind != "attention"}
-            yield float(worth["attention"]), replace(self._block_widths(dense, rest, threshold), neurons=now.neurons)
-            yield -math.inf, replace(self._block_widths(dense, rest, math.inf), neurons=now.neurons)
-        if now.neurons and "neuron" in worth and now.neurons < (dense.neurons or 0):
-            ranked = worth["neuron"].sort(descending=True).values
-            yield float(ranked[now.neurons]), replace(now, neurons=self._pad(now.neurons + 1, dense.neurons or 0))
-        if now.neurons is None and "block" in worth and dense.neurons:
-            rest = {kind: values for kind, values in worth.items() if kind == "neuron"}
-            yield float(worth["block"]), replace(now, neurons=self._block_widths(dense, rest, threshold).neurons)
-            yield -math.inf, replace(now, neurons=self._block_widths(dense, rest, math.inf).neurons)
+                if kind in rank and width < full:
+                    worth = rank.worth_of_dims(kind, now.heads, width)
+                    yield worth, replace(now, **{kind: self._pad(width + 1, full)})
+        elif "attention" in rank and now.heads is None and dense.heads:
+            rest = rank.without("attention")
+            for worth, level in ((rank.worth("attention", 0), threshold), (-math.inf, math.inf)):
+                yield worth, replace(self._block_widths(dense, rest, level), neurons=now.neurons)
+        if now.neurons and "neuron" in rank and now.neurons < (dense.neurons or 0):
+            wider = self._pad(now.neurons + 1, dense.neurons or 0)
+            yield rank.worth("neuron", now.neurons), replace(now, neurons=wider)
+        if now.neurons is None and "block" in rank and dense.neurons:
+            rest = rank.without("block")
+            for worth, level in ((rank.worth("block", 0), threshold), (-math.inf, math.inf)):
+                yield worth, replace(now, neurons=self._block_widths(dense, rest, level).neurons)
 
     def _pad(self, count: int, limit: int) -> int:
         return min(-(-count // self.round_to) * self.round_to, limit)

@@ -164,6 +164,9 @@ class NoiseSource:
         uniform = torch.rand(sum(sizes), generator=generator, dtype=torch.float64, device="cpu")
         noise = uniform.clamp_(1e-12, 1 - 1e-12).logit_()
         first = self.gates[0].logit
-        noise = noise.to(device=first.device, dtype=first.dtype, non_blocking=True)
+        noise = noise.to(first.dtype)
+        if first.device.type == "cuda":  # from pageable memory the copy would wait for all work before it
+            noise = noise.pin_memory()
+        noise = noise.to(first.device, non_blocking=True)
         for gate, part in zip(self.gates, torch.split(noise, sizes), strict=True):
             gate.noise = part.to(gate.logit.device) * gate.noise_scale

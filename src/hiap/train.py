@@ -43,7 +43,7 @@ from hiap.topology import Topology, harden, set_topology
 
 __all__ = ["Result", "Run", "carry_optimizer", "evaluate", "prune"]
 
-PROJECTIONS = 200  # times the budget moves in a run
+PROJECTIONS = 100  # times the budget moves in a run
 CLASSIFIERS = ("head.", "head_dist.")
 
 

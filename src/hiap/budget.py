@@ -189,6 +189,11 @@ class Controller:
         self.importance.lerp_(gradient.square(), 1 / min(self.observations, self.window))
         self.gradient.zero_()
 
+    def restore(self, importance: Tensor, observations: int) -> None:
+        """Take up the state of an earlier controller; the logits come with the model."""
+        self.importance.copy_(importance)
+        self.observations, self._known = observations, None
+
     @torch.no_grad()
     def project(self, allowed: float, sharpness: float) -> None:
         """Set or move the logits so that the hard, padded network costs no more than `allowed`."""
@@ -207,9 +212,10 @@ class Controller:
             elif kind:
                 logits[i] = logits[i] - max(threshold, 0.0) * self.weight[kind]
         flat = torch.cat(logits).clamp(-LIMIT, LIMIT)
-        self._known = flat if self.mode == "importance" else None
         first = self.all_gates[0].logit
-        for gate, part in zip(self.all_gates, self._split(flat.to(first.device, first.dtype)), strict=True):
+        flat = flat.to(first.dtype)
+        self._known = flat.double() if self.mode == "importance" else None
+        for gate, part in zip(self.all_gates, self._split(flat.to(first.device)), strict=True):
             gate.logit.copy_(part)
 
     def _logits(self) -> Tensor:

@@ -1,8 +1,9 @@
 """The single phase: dense weights, data and a budget in, a verified compact network out (paper, section 3.4).
 
-One visible loop. A run goes through up to three stages: `dense` (only where there are no weights to start from), `search`
-(weights and gates together, the budget falling) and `recover` (the topology is final and the small network trains on). A
-step is a function of the state before it, the seed and its number, so a run can be killed anywhere and go on.
+One visible loop. A run goes through up to three stages: `dense` (only where there are no weights to start from),
+`search` (weights and gates together, the budget falling) and `recover` (the topology is final and the small network
+trains on). A step is a function of the state before it, the seed and its number, so a run can be killed anywhere and
+go on.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def dense_model(config: Config) -> ViT:
         if not config.pretrained:
             raise
         raise ConfigError(
-            f"the pretrained weights of {config.model} cannot be had ({error}). Pass --weights FILE, or --no-pretrained "
-            "(with --dense-epochs) to begin without"
+            f"the pretrained weights of {config.model} cannot be had ({error}). Pass --weights FILE, or "
+            "--no-pretrained (with --dense-epochs) to begin without"
         ) from error
 
 
@@ -601,8 +602,7 @@ class Run:
                 elif full in state["scalars"]:
                     self.optimizer.state[p][key] = state["scalars"][full]
         if self.controller is not None:
-            self.controller.importance.copy_(tensors["controller.importance"])
-            self.controller.observations = state["observations"]
+            self.controller.restore(tensors["controller.importance"], state["observations"])
         if state["scaler"] and self.accelerator.scaler:
             self.accelerator.scaler.load_state_dict(state["scaler"])
 

@@ -82,6 +82,22 @@ def test_gated_forward_is_the_papers_equations_on_other_kinds(name: str) -> None
         assert (logits - naive).abs().max() <= 1e-12 * naive.abs().max()
 
 
+@pytest.mark.parametrize("chosen", [ALL, PAPER, ("qk_dim",), ("attention",), ("block",), ("head", "neuron")])
+@pytest.mark.parametrize("name", ["layer_scale", "no_proj_bias", "no_qkv_bias"])
+def test_gradients_are_those_of_the_equations(chosen: tuple[str, ...], name: str) -> None:
+    model = hiap.attach(make(name), chosen).double().train()
+    scatter_logits(model)
+    x = images(model)
+    found, expected = [], []
+    for gradients in (found, expected):
+        model.zero_grad()
+        logits = model(x) if gradients is found else naive_forward(model, gates_by_block(model), x, hard=False)
+        logits.square().sum().backward()
+        gradients.extend((key, p.grad) for key, p in model.named_parameters())
+    for (key, a), (_, b) in zip(found, expected, strict=True):
+        assert (a - b).abs().max() <= 1e-10 * b.abs().max(), key
+
+
 def test_dense_checkpoints_load_into_gated_models_and_back() -> None:
     dense, other = make(), make()
     for p in other.parameters():

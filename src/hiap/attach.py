@@ -162,8 +162,7 @@ def gates_by_block(model: nn.Module) -> list[dict[str, Gate]]:
             kind: gate
             for linear in site.block.modules()
             if isinstance(linear, GatedLinear)
-            for kind, gate in linear.gates.items()
-            if isinstance(gate, Gate)
+            for kind, gate in linear.by_kind().items()
         }
         for site in family.sites(model)
     ]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +22,20 @@ from torch import Tensor, nn
 __all__ = ["GRANULARITIES", "Gate", "GatedLinear", "NoiseSource"]
 
 GRANULARITIES = ("head", "block", "value_dim", "neuron", "qk_dim", "attention")
+INNER = ("head", "value_dim", "neuron")  # scale inputs of proj and fc2
+WHOLE = ("attention", "block")  # scale their whole output
 
 START_LOGIT = 5.0  # p = 0.993: open, and near enough to the slope of the sigmoid to learn
 START_TEMPERATURE = 2.0
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The values and slopes of a gate in the present draw, with what they were computed from."""
+
+    values: Tensor
+    slopes: Tensor
+    key: tuple[int, float]
 
 
 class Gate(nn.Module):
@@ -51,19 +63,24 @@ class Gate(nn.Module):
         self.temperature = START_TEMPERATURE
         self.noise_scale = 1.0
         self.gradient: Tensor | None = None
+        self.drawn: Drawn | None = None
 
     def forward(self) -> Tensor:
         """The gate values: relaxed and noisy in training, 0 or 1 in eval. (*shape)"""
         if not self.training:
             return self.hard().to(self.logit.dtype)
-        z = torch.sigmoid((self.logit + self.noise) / self.temperature)
-        if self.gradient is not None and z.requires_grad:
-            z.register_hook(self._observe)  # type: ignore[no-untyped-call]
-        return z.view(self.shape)
+        return torch.sigmoid((self.logit + self.noise) / self.temperature).view(self.shape)
 
-    def _observe(self, gradient: Tensor) -> None:
-        if self.gradient is not None:
-            self.gradient.add_(gradient)
+    @torch.no_grad()
+    def values(self) -> tuple[Tensor, Tensor | None]:
+        """The gate values without their graph, and their slope in the logits (None in eval). Each (*shape)"""
+        if not self.training:
+            return self(), None
+        drawn = self.drawn
+        if drawn is not None and drawn.key == (self.logit._version, self.temperature):
+            return drawn.values.view(self.shape), drawn.slopes.view(self.shape)
+        z = self()
+        return z, z * (1 - z) / self.temperature
 
     def probability(self) -> Tensor:
         """The expected hard gate, differentiable. (*shape)"""
@@ -110,26 +127,85 @@ class GatedLinear(nn.Linear):
         _take_over(linear, self)
         return linear
 
+    def by_kind(self) -> dict[str, Gate]:
+        """The gates by granularity."""
+        return {kind: gate for kind, gate in self.gates.items() if isinstance(gate, Gate)}
+
     def forward(self, input: Tensor) -> Tensor:
+        logits = [gate.logit for gate in self.gates.values()]
+        weight, bias = _ScaledWeight.apply(self, self.weight, self.bias, *logits)
+        return F.linear(input, weight, bias)
+
+
+class _ScaledWeight(torch.autograd.Function):
+    """The weight and bias of a GatedLinear under its gates, with one node in the graph instead of twenty.
+
+    Gradients of gate values go to the logits and, where it is set, are added to `Gate.gradient`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer: GatedLinear, weight: Tensor, bias: Tensor | None, *logits: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.layer = layer
+        ctx.values = {name: gate.values() for name, gate in layer.by_kind().items()}
         inputs: Tensor | None = None  # (in_features)
-        outputs: Tensor | None = None  # (1) or (out_features)
-        for name, gate in self.gates.items():
-            z = gate()
-            if name in ("attention", "block"):
+        outputs: Tensor | None = None  # (1) or (out_features, 1)
+        for name, (z, _) in ctx.values.items():
+            if name in WHOLE:
                 outputs = z
             elif name == "qk_dim":
-                outputs = torch.cat([z.flatten(), z.new_ones(self.out_features - z.numel())])
+                outputs = torch.cat([z.flatten(), z.new_ones(layer.out_features - z.numel())]).unsqueeze(1)
             else:
-                z = z.expand(self.units).flatten()
                 inputs = z if inputs is None else inputs * z
-        weight: Tensor = self.weight
-        bias: Tensor | None = self.bias
         if inputs is not None:
-            weight = weight * inputs
-        if outputs is not None:
-            weight = weight * outputs.unsqueeze(-1)
-            bias = bias if bias is None else (bias * outputs).to(self.weight.dtype)
-        return F.linear(input, weight.to(self.weight.dtype), bias)
+            inputs = inputs.expand(layer.units).reshape(-1)
+        scale = outputs if inputs is None else inputs if outputs is None else inputs * outputs
+        assert scale is not None
+        ctx.save_for_backward(weight, bias, inputs, outputs, scale)
+        # A view, so that autograd does not take an unscaled bias for an output that is an input.
+        scaled = bias.view_as(bias) if bias is not None else None
+        if bias is not None and outputs is not None:
+            scaled = (bias * outputs.view(-1)).to(bias.dtype)
+        return (weight * scale).to(weight.dtype), scaled
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        weight, bias, inputs, outputs, scale = ctx.saved_tensors
+        layer: GatedLinear = ctx.layer
+        grad_weight, grad_bias = grads
+        to_weight = (grad_weight * scale).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        to_bias = grad_bias
+        if outputs is not None and grad_bias is not None:
+            to_bias = (grad_bias * outputs.view(-1)).to(bias.dtype)
+        product = grad_weight.to(scale.dtype) * weight
+        found: dict[str, Tensor] = {}
+        columns = product.sum(0) if inputs is not None else None
+        for name in ctx.values:
+            if name in WHOLE:
+                whole = (columns * inputs).sum() if columns is not None else product.sum()
+                whole = whole if bias is None else whole + (grad_bias.to(scale.dtype) * bias).sum()
+                found[name] = whole.view(1)
+            elif name == "qk_dim":
+                rows = product.sum(1) if bias is None else product.sum(1) + grad_bias * bias
+                found[name] = rows[: layer.units.numel()].view(layer.units)
+        if columns is not None:
+            columns = (columns if outputs is None else columns * outputs).view(layer.units)
+            inner = [name for name in ctx.values if name in INNER]
+            for name in inner:
+                gradient = columns
+                for other in inner:
+                    gradient = gradient if other == name else gradient * ctx.values[other][0]
+                found[name] = gradient.sum_to_size(ctx.values[name][0].shape)
+        to_logits: list[Tensor | None] = []
+        for (name, gate), needed in zip(layer.gates.items(), ctx.needs_input_grad[3:], strict=True):
+            slope = ctx.values[name][1]
+            if slope is not None and gate.gradient is not None:
+                gate.gradient.add_(found[name].view(-1))
+            to_logits.append(
+                None if slope is None or not needed else (found[name] * slope).view(-1).to(gate.logit.dtype)
+            )
+        return None, to_weight, to_bias, *to_logits
 
 
 def _take_over(new: nn.Linear, old: nn.Linear) -> None:
@@ -142,8 +218,8 @@ class NoiseSource:
     """Draws the noise of all gates of a model, once a forward pass in training.
 
     It is a forward pre-hook of the module that every forward enters first. Inside a backward pass it does nothing, so
-    gradient checkpointing sees one draw on recompute. A draw depends on `seed` and on the number of draws before it,
-    never on torch's global generator or on the device: all processes of a run that share the seed share the draw.
+    gradient checkpointing sees one draw on recompute. A draw depends on `seed`, the number of draws before it and the
+    kind of device, never on torch's global generator: all processes of a run that share the seed share the draw.
     """
 
     def __init__(self, gates: Sequence[Gate], seed: int = 0) -> None:
@@ -157,16 +233,24 @@ class NoiseSource:
         if not recomputing and any(gate.training for gate in self.gates):
             self.draw()
 
+    @torch.no_grad()
     def draw(self) -> None:
-        generator = torch.Generator("cpu").manual_seed((self.seed * 1_000_003 + self.draws) % 2**63)
+        first = self.gates[0].logit
+        generator = torch.Generator(first.device).manual_seed((self.seed * 1_000_003 + self.draws) % 2**63)
         self.draws += 1
         sizes = [gate.logit.numel() for gate in self.gates]
-        uniform = torch.rand(sum(sizes), generator=generator, dtype=torch.float64, device="cpu")
-        noise = uniform.clamp_(1e-12, 1 - 1e-12).logit_()
-        first = self.gates[0].logit
-        noise = noise.to(first.dtype)
-        if first.device.type == "cuda":  # from pageable memory the copy would wait for all work before it
-            noise = noise.pin_memory()
-        noise = noise.to(first.device, non_blocking=True)
+        noise = torch.rand(sum(sizes), generator=generator, dtype=first.dtype, device=first.device)
+        tiny = torch.finfo(first.dtype).eps
+        noise = noise.clamp_(tiny, 1 - tiny).logit_()
+        scales, temperatures = {gate.noise_scale for gate in self.gates}, {gate.temperature for gate in self.gates}
+        alike = len(scales) == len(temperatures) == 1 and all(gate.logit.device == first.device for gate in self.gates)
+        if alike:  # the usual case: one operation for all gates
+            noise.mul_(scales.pop())
+            temperature = temperatures.pop()
+            z = torch.sigmoid((torch.cat([gate.logit for gate in self.gates]) + noise) / temperature)
+            slopes = torch.split(z * (1 - z) / temperature, sizes)
+            for gate, values, slope in zip(self.gates, torch.split(z, sizes), slopes, strict=True):
+                gate.drawn = Drawn(values, slope, (gate.logit._version, temperature))
         for gate, part in zip(self.gates, torch.split(noise, sizes), strict=True):
-            gate.noise = part.to(gate.logit.device) * gate.noise_scale
+            gate.noise = part if alike else part.to(gate.logit.device) * gate.noise_scale
+            gate.drawn = gate.drawn if alike else None

@@ -1,54 +1,245 @@
-"""The `hiap` command."""
+"""The `hiap` command: prune, plan, evaluate, info."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import statistics
 import sys
-from collections.abc import Sequence
+import time
+import typing
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+__all__ = ["main"]
+
+PRUNE_EXAMPLES = """examples:
+  hiap prune                       (trains and prunes a small ViT on handwritten digits, about two minutes)
+  hiap prune --model deit_small_patch16_224 --data imagenet/ --target 3.1G --epochs 300 --out runs/deit_s
+  hiap prune --model vit_tiny_patch16_224 --weights my.safetensors --img-size 128 --data photos/ --target 42%
+  accelerate launch -m hiap prune --config deit_base_imagenet --data imagenet/ --out runs/deit_b
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    if options.command is None:
+        _parser().print_help()
+        return 0
+    try:
+        status: int = options.run(options)
+        return status
+    except (ValueError, RuntimeError, OSError) as error:
+        if type(error).__module__.startswith("hiap.") or isinstance(error, OSError | ValueError):
+            print(f"hiap: {error}", file=sys.stderr)
+            return 1
+        raise
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hiap",
         description="Make Vision Transformers smaller and really faster.",
-        epilog="example: hiap info compact/",
+        epilog="example: hiap prune --help",
     )
-    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    parser.add_argument("--version", action="version", version=f"hiap {version('hiap')}")
     commands = parser.add_subparsers(dest="command", title="commands")
-    info = commands.add_parser(
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], help: str, examples: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(
+            name, help=help, description=help, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        command.set_defaults(run=run)
+        return command
+
+    prune = add("prune", _prune, "Prune a trained ViT to a budget in one training phase.", PRUNE_EXAMPLES)
+    _add_options(prune)
+    prune.add_argument(
+        "--out", default=None, help="folder of the run; the result is in OUT/compact (default runs/NAME)"
+    )
+    prune.add_argument("--resume", action="store_true", help="go on with the run in OUT")
+    prune.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
+    plan = add(
+        "plan",
+        _plan,
+        "Say what a run would do: what is reachable, how long it is; nothing is trained.",
+        "example:\n  hiap plan --model deit_small_patch16_224 --no-pretrained --data imagenet/ --target 3.1G",
+    )
+    _add_options(plan)
+    evaluate = add(
+        "evaluate",
+        _evaluate,
+        "Accuracy of a saved compact model on the validation part of a data set.",
+        "example:\n  hiap evaluate runs/mine/compact --data photos/",
+    )
+    evaluate.add_argument("folder", help="a folder written by hiap.save")
+    evaluate.add_argument(
+        "--data", required=True, help="folder with train/ and val/, a timm data set name, or 'digits'"
+    )
+    evaluate.add_argument("--batch-size", type=int, default=256, help="images at a time (default 256)")
+    evaluate.add_argument("--workers", type=int, default=4, help="loader processes (default 4)")
+    info = add(
         "info",
-        help="show what a saved compact model is made of",
-        description="Show what a saved compact model is made of, block by block.",
-        epilog="example: hiap info runs/deit_s/compact",
+        _info,
+        "Show what a saved compact model is made of, block by block.",
+        "example:\n  hiap info runs/deit_s/compact",
     )
     info.add_argument("folder", help="a folder written by hiap.save")
-    options = parser.parse_args(arguments)
-    if options.version:
-        from importlib.metadata import version
+    return parser
 
-        print(f"hiap {version('hiap')}")
+
+def _add_options(command: argparse.ArgumentParser) -> None:
+    """One option for each field of the configuration."""
+    from hiap.config import Config, help_of, recipes
+
+    command.add_argument(
+        "--config", help=f"recipe or YAML file; recipes: {', '.join(recipes())}. Without any option: digits"
+    )
+    defaults = Config()
+    for name, kind, text in help_of():
+        default = getattr(defaults, name)
+        flag = "--" + name.replace("_", "-")
+        text = f"{text} (default {default})" if default not in (None, [], {}) else text
+        text = text.replace("%", "%%")
+        if kind is bool:
+            command.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+        elif name == "ratio":
+            command.add_argument(flag, type=_ratio, default=None, metavar="MACRO:MICRO", help=text)
+        elif "list" in str(kind):
+            inner = next(a for a in (kind, *typing.get_args(kind)) if typing.get_origin(a) is list)
+            command.add_argument(flag, type=_listed(typing.get_args(inner)[0]), default=None, metavar="A,B", help=text)
+        elif name == "model_args":
+            command.add_argument(flag, type=json.loads, default=None, metavar="JSON", help=text)
+        else:
+            plain = next(t for t in (*typing.get_args(kind), kind) if t in (int, float, str))
+            command.add_argument(flag, type=plain, default=None, help=text)
+
+
+def _ratio(text: str) -> list[float]:
+    return [float(part) for part in text.split(":")]
+
+
+def _listed(kind: type) -> Callable[[str], list[Any]]:
+    def read(text: str) -> list[Any]:
+        return [kind(part) for part in text.split(",") if part]
+
+    return read
+
+
+def _config(options: argparse.Namespace) -> Any:
+    from hiap.config import help_of, read_config
+
+    given = {name: getattr(options, name) for name, _, _ in help_of() if getattr(options, name) is not None}
+    source = options.config or (None if given.keys() & {"model", "data"} else "digits")
+    return read_config(source, given)
+
+
+def _prune(options: argparse.Namespace) -> int:
+    config = _config(options)
+    if options.print_config:
+        print(config.to_yaml(), end="")
         return 0
-    if options.command is None:
-        parser.print_help()
-        return 0
-    return _info(options.folder)
+    try:
+        from hiap.train import prune
+    except ImportError as error:
+        raise ValueError(f"training needs {error.name}: pip install 'hiap[train]'") from error
+    out = Path(options.out or f"runs/{config.data if config.data == 'digits' else config.model}")
+    result = prune(config, out, resume=options.resume)
+    if result.main:
+        _report(result)
+    return 0
 
 
-def _info(folder: str) -> int:
+def _report(result: Any) -> None:
+    """The closing table: dense beside compact."""
+    record = result.record
+    latency = measure_latency(result.dense, result.model)
+    record |= {"dense_ms": latency[0], "compact_ms": latency[1]}
+    cut, speed = record["dense_macs"] / record["macs"], latency[0] / latency[1]
+    rows = [("", "dense", "compact", "")]
+    change = f"{record['top1'] - record['dense_top1']:+.2f} points"
+    rows.append(("top-1", f"{record['dense_top1']:.2f} %", f"{record['top1']:.2f} %", change))
+    for name, key in (("MACs", "macs"), ("parameters", "params")):
+        dense, compact = record[f"dense_{key}"], record[key]
+        rows.append((name, _big(dense), _big(compact), f"{compact / dense:.1%}"))
+    rows.append(("latency, batch 32", f"{latency[0]:.2f} ms", f"{latency[1]:.2f} ms", f"{speed:.2f}x faster"))
+    for row in rows:
+        print(f"{row[0]:18} {row[1]:>12} {row[2]:>12}  {row[3]}")
+    print(f"realised: {speed / cut:.0%} of the MAC cut of {cut:.2f}x")
+    print(f"saved in {result.folder}")
+    (result.folder.parent / "report.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _big(number: float) -> str:
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3f} {unit}"
+    return str(number)
+
+
+def measure_latency(first: Any, second: Any, batch: int = 32, rounds: int = 15) -> tuple[float, float]:
+    """Median milliseconds of a forward of two models, interleaved."""
+    import torch
+
+    times: tuple[list[float], list[float]] = ([], [])
+    like = next(second.parameters())
+    shape = (batch, second.patch_embed.proj.in_channels, *second.patch_embed.img_size)
+    x = torch.randn(shape, device=like.device)
+    with torch.inference_mode():
+        for i in range(rounds + 3):
+            for model, found in zip((first.eval(), second.eval()), times, strict=True):
+                if like.device.type == "cuda":
+                    torch.cuda.synchronize()
+                start = time.perf_counter()
+                model(x)
+                if like.device.type == "cuda":
+                    torch.cuda.synchronize()
+                if i >= 3:
+                    found.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from hiap.train import plan
+
+    for line in plan(_config(options)):
+        print(line)
+    return 0
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    import torch
+
+    import hiap
+    from hiap.config import Config
+    from hiap.train import evaluate, load_data
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = hiap.load(options.folder, device)
+    config = Config(data=options.data, workers=options.workers)
+    if options.data == "digits":
+        config.mean, config.std = [0.5], [0.5]
+    data = load_data(config, model, device)
+    if data.classes != model.num_classes:
+        raise ValueError(f"the model has {model.num_classes} classes, the data {data.classes}")
+    scores = evaluate(model, data, options.batch_size)
+    print(f"top-1 {scores['top1']:.2f} %  top-5 {scores['top5']:.2f} %  {data.val_size} images")
+    return 0
+
+
+def _info(options: argparse.Namespace) -> int:
     import hiap
     from hiap.cost import macs_of_widths
     from hiap.families import timm as family
 
-    try:
-        model = hiap.load(folder)
-    except hiap.CheckpointError as error:
-        print(f"hiap: {error}", file=sys.stderr)
-        return 1
+    model = hiap.load(options.folder)
     macs, dense = hiap.macs(model), macs_of_widths(model, model.hiap.dense)
     params = sum(p.numel() for p in model.parameters())
-    print(f"MACs        {macs / 1e9:.4f} G, {macs / dense:.1%} of {dense / 1e9:.4f} G")
-    print(f"parameters  {params / 1e6:.3f} M")
+    print(f"MACs        {_big(macs)}, {macs / dense:.1%} of {_big(dense)}")
+    print(f"parameters  {_big(params)}")
     print(f"classes     {model.num_classes}")
     print(f"checked     logits within {model.hiap.logit_difference:.1e} of the gated model's (relative)")
     print("block  heads  qk_dim  value_dim  neurons")

@@ -64,7 +64,9 @@ class Config:
     lambda_macro: float | None = _option(None, "the paper's penalty on heads, instead of a target")
     lambda_micro: float | None = _option(None, "the paper's penalty on value dims and neurons, instead of a target")
     accounting: str = _option("exact", "cost of the penalties: 'exact' or 'paper'")
-    granularities: list[str] = _option(list(PAPER), "what has gates: " + ", ".join(GRANULARITIES))
+    granularities: list[str] | None = _option(
+        None, f"what has gates: {', '.join(GRANULARITIES)}; the paper's first four, and with a target q/k dims too"
+    )
     keep_blocks: list[int] = _option([], "blocks that are not pruned")
     ratio: list[float] = _option([1.0, 1.0], "macro:micro; how the cost of either kind is weighted against a target")
     min_heads: int = _option(1, "heads every layer keeps")
@@ -126,7 +128,7 @@ class Config:
                 wrong.append(str(error))
         if (self.target is None) == (self.lambda_macro is None and self.lambda_micro is None):
             wrong.append("give either target, or lambda_macro and lambda_micro")
-        if "qk_dim" in self.granularities and (self.lambda_macro or (self.target and len(set(self.ratio)) > 1)):
+        if "qk_dim" in (self.granularities or ()) and (self.lambda_macro or (self.target and len(set(self.ratio)) > 1)):
             wrong.append("with qk_dim gates nothing of a head is fixed: lambda_macro must be 0 and the ratio 1:1")
         if wrong:
             raise ConfigError("the configuration is wrong:\n  " + "\n  ".join(wrong))
@@ -150,10 +152,14 @@ class Config:
             rules.append((name, "positive", getattr(self, name) > 0))
         for name in ("crop", "flip", "erase", "smoothing", "distill_weight", "ema", "min_value_dims", "min_neurons"):
             rules.append((name, share, 0 <= getattr(self, name) <= 1))
-        unknown = sorted(set(self.granularities) - set(GRANULARITIES))
+        chosen = self.granularities
         return [
             *rules,
-            ("granularities", f"some of {', '.join(GRANULARITIES)}", bool(self.granularities) and not unknown),
+            (
+                "granularities",
+                f"some of {', '.join(GRANULARITIES)}",
+                chosen is None or (bool(chosen) and set(chosen) <= set(GRANULARITIES)),
+            ),
             (
                 "ratio",
                 "two numbers, macro and micro, not both 0",
@@ -177,6 +183,13 @@ class Config:
                 self.teacher_weights is None or Path(self.teacher_weights).is_file(),
             ),
         ]
+
+    def gate_kinds(self, qk_norm: bool) -> tuple[str, ...]:
+        """What has gates. Q/k dims join by default where a target weights both kinds alike and the model allows it."""
+        if self.granularities is not None:
+            return tuple(self.granularities)
+        joined = self.target is not None and len(set(self.ratio)) == 1 and not qk_norm
+        return (*PAPER, "qk_dim") if joined else PAPER
 
     def to_yaml(self) -> str:
         text: str = yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)

@@ -198,13 +198,12 @@ class _ScaledWeight(torch.autograd.Function):
                     gradient = gradient if other == name else gradient * ctx.values[other][0]
                 found[name] = gradient.sum_to_size(ctx.values[name][0].shape)
         to_logits: list[Tensor | None] = []
-        for (name, gate), needed in zip(layer.gates.items(), ctx.needs_input_grad[3:], strict=True):
+        for (name, gate), needed in zip(layer.by_kind().items(), ctx.needs_input_grad[3:], strict=True):
             slope = ctx.values[name][1]
             if slope is not None and gate.gradient is not None:
                 gate.gradient.add_(found[name].view(-1))
-            to_logits.append(
-                None if slope is None or not needed else (found[name] * slope).view(-1).to(gate.logit.dtype)
-            )
+            gradient = (found[name] * slope).view(-1).to(gate.logit.dtype) if slope is not None and needed else None
+            to_logits.append(gradient)
         return None, to_weight, to_bias, *to_logits
 
 

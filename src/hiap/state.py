@@ -18,7 +18,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-__all__ = ["RunError", "RunFolder"]
+__all__ = ["RunError", "RunFolder", "checkpoints", "load_checkpoint"]
 
 
 class RunError(RuntimeError):
@@ -73,31 +73,13 @@ class RunFolder:
                     shutil.rmtree(target)
                 new.rename(target)
         except (OSError, SafetensorError) as error:
-            last = self.checkpoints()
+            last = checkpoints(self.path)
             kept = f"the last good one is {last[-1]}" if last else "there is none before it"
             raise RunError(f"checkpoint {target} cannot be written ({error}); {kept}") from error
-        for old in self.checkpoints():
+        for old in checkpoints(self.path):
             if old != target:
                 shutil.rmtree(old, ignore_errors=True)
         return target
-
-    def checkpoints(self) -> list[Path]:
-        """Whole checkpoints, oldest first."""
-        return sorted(self.path.glob("checkpoint-*"))
-
-    def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The last checkpoint, or None before the first."""
-        found = self.checkpoints()
-        if not found:
-            return None
-        try:
-            tensors = safetensors.torch.load_file(found[-1] / "state.safetensors")
-            state = json.loads((found[-1] / "state.json").read_text())
-        except (OSError, ValueError, SafetensorError) as error:
-            raise RunError(
-                f"checkpoint {found[-1]} is damaged ({error}); remove it to go on from an earlier one"
-            ) from error
-        return tensors, state
 
     def log(self, record: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl."""
@@ -115,6 +97,28 @@ class RunFolder:
 
     def close(self) -> None:
         self._lock.close()
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The whole checkpoints of a run, oldest first."""
+    return sorted(folder.glob("checkpoint-*"))
+
+
+def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """The last checkpoint of a run, or None before the first.
+
+    Raises:
+        RunError: it is damaged.
+    """
+    found = checkpoints(folder)
+    if not found:
+        return None
+    try:
+        tensors = safetensors.torch.load_file(found[-1] / "state.safetensors")
+        state = json.loads((found[-1] / "state.json").read_text())
+    except (OSError, ValueError, SafetensorError) as error:
+        raise RunError(f"checkpoint {found[-1]} is damaged ({error}); remove it to start again") from error
+    return tensors, state
 
 
 def _step_of(line: str) -> float:

@@ -39,22 +39,23 @@ from hiap.families import timm as family
 from hiap.families.timm import ViT
 from hiap.objective import Teacher, cost_terms, distillation, feasibility_terms, task_loss
 from hiap.schedule import Schedule
-from hiap.state import RunError, RunFolder
+from hiap.state import RunError, RunFolder, checkpoints, load_checkpoint
 from hiap.topology import Topology, harden, set_topology
 
-__all__ = ["Result", "Run", "carry_optimizer", "evaluate", "prune"]
+__all__ = ["Result", "Run", "carry_optimizer", "evaluate", "load_data", "plan", "prune"]
 
 PROJECTIONS = 100  # times the budget moves in a run
-CLASSIFIERS = ("head.", "head_dist.")
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run gives back: the compact model and its record."""
+    """What a run gives back: the compact model, the dense one it began with, where it is saved, and the record."""
 
     model: ViT
+    dense: ViT
     folder: Path
     record: dict[str, Any]
+    main: bool
 
 
 def prune(config: Config, out: str | Path, *, resume: bool = False, data: Data | None = None) -> Result:
@@ -128,6 +129,47 @@ def load_data(config: Config, model: ViT, device: torch.device) -> Data:
     )
 
 
+def plan(config: Config) -> list[str]:
+    """What a run would do, in lines; nothing is trained or written.
+
+    Raises:
+        ConfigError, BudgetError, UnsupportedModelError: what the run itself would refuse.
+    """
+    config.check()
+    model = dense_model(config)
+    data = load_data(config, model, torch.device("cpu"))
+    if model.num_classes != data.classes:
+        model.reset_classifier(data.classes)
+    kinds = config.gate_kinds(any(site.qk_norm for site in family.sites(model)))
+    dense = macs(model)
+    gated = attach(model, kinds, config.keep_blocks)
+    per_epoch = data.train_size // config.batch_size
+    lines = [
+        f"model    {config.model}: {dense / 1e9:.4f} G MACs, {len(family.sites(model))} blocks",
+        f"data     {data.train_size} training and {data.val_size} validation images, {data.classes} classes",
+        f"gates    {sum(gate.logit.numel() for gate in gates(gated))} ({', '.join(kinds)})",
+        f"run      {config.epochs} epochs of {per_epoch} steps",
+    ]
+    if config.target:
+        controller = make_controller(gated, config, dense, config.epochs * per_epoch)
+        whole = controller.dense_cost
+        lines.append(f"reach    {controller.low / whole:.1%} to 100% of the dense cost")
+        lines.append(f"target   {config.target} = {controller.target / whole:.1%} ({controller.target / 1e9:.4g} G)")
+    return lines
+
+
+def make_controller(model: ViT, config: Config, dense_macs: int, steps: int) -> Controller:
+    """The controller of a configuration's target."""
+    assert config.target is not None
+    target = Target.parse(config.target)
+    cost: Cost = ParamCost(model) if target.unit == "params" else MacCost(model)
+    value = target.value * dense_macs if target.unit == "share" else target.value
+    floors = Floors(config.min_heads, config.min_value_dims, config.min_neurons)
+    window = max(10, round(config.gate_window * steps))
+    ratio = (config.ratio[0], config.ratio[1])
+    return Controller(model, cost, value, ratio, floors, config.round_to, config.gate_mode, window)
+
+
 @torch.no_grad()
 def evaluate(
     model: nn.Module, data: Data, batch: int = 256, accelerator: Accelerator | None = None
@@ -148,7 +190,7 @@ class Run:
     """One run: its parts, its state and the loop."""
 
     def __init__(self, config: Config, out: str | Path, resume: bool = False, data: Data | None = None) -> None:
-        self.config = config
+        self.config, self.out = config, Path(out)
         handlers = [DistributedDataParallelKwargs(broadcast_buffers=False)]
         self.accelerator = Accelerator(
             mixed_precision=config.precision,
@@ -189,8 +231,10 @@ class Run:
         self._plan()  # refuses what cannot be reached, before the folder is made
         self.folder = RunFolder(out, config.to_yaml(), resume) if self.main else None
         self.accelerator.wait_for_everyone()
-        self.out = Path(out)
-        self.record: dict[str, Any] = {"dense_macs": self.dense_macs}
+        self.record: dict[str, Any] = {
+            "dense_macs": self.dense_macs,
+            "dense_params": sum(p.numel() for p in model.parameters()),
+        }
         self.stage, self.step, self.seconds = "dense" if config.dense_epochs else "search", 0, 0.0
         self.topology: Topology | None = None
         self.controller: Controller | None = None
@@ -198,22 +242,13 @@ class Run:
         self._terminated = False
 
     def _plan(self) -> None:
-        gated = attach(copy.deepcopy(self.dense), self.config.granularities, self.config.keep_blocks)
-        self.reach: tuple[float, float] | None = None
+        self.kinds = self.config.gate_kinds(any(site.qk_norm for site in family.sites(self.dense)))
+        gated = attach(copy.deepcopy(self.dense), self.kinds, self.config.keep_blocks)
         if self.config.target:
-            controller = self._controller(gated)
-            self.reach = (controller.low, controller.dense_cost)
+            self._controller(gated)
 
     def _controller(self, model: ViT) -> Controller:
-        config = self.config
-        assert config.target is not None
-        target = Target.parse(config.target)
-        cost: Cost = ParamCost(model) if target.unit == "params" else MacCost(model)
-        value = target.value * self.dense_macs if target.unit == "share" else target.value
-        floors = Floors(config.min_heads, config.min_value_dims, config.min_neurons)
-        window = max(10, round(config.gate_window * self.schedule.total))
-        ratio = (config.ratio[0], config.ratio[1])
-        return Controller(model, cost, value, ratio, floors, config.round_to, config.gate_mode, window)
+        return make_controller(model, self.config, self.dense_macs, self.schedule.total)
 
     # -- stages ---------------------------------------------------------------------------------------------------
 
@@ -224,9 +259,7 @@ class Run:
             self.raw = self.dense
         elif self.stage == "search":
             self.teacher = self._teacher()
-            self.raw = attach(
-                self.dense, config.granularities, config.keep_blocks, logit=config.start_logit, seed=config.seed
-            )
+            self.raw = attach(self.dense, self.kinds, config.keep_blocks, logit=config.start_logit, seed=config.seed)
             self.cost: Cost = MacCost(self.raw, config.accounting)
             if config.target:
                 self.controller = self._controller(self.raw)
@@ -280,9 +313,8 @@ class Run:
         raw = self.raw = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
         before = self._accuracy(soft=True)
         topology = self.controller.decide() if self.controller else harden(raw)
-        set_topology_of = [raw, *([self.average.module] if self.average else [])]
         self.record |= self._gate_record() | {"freeze_step": self.step, "soft_top1": before}
-        for model in set_topology_of:
+        for model in [raw, *([self.average.module] if self.average else [])]:
             for gate in gates(model):
                 gate.gradient = None
             set_topology(model, topology)
@@ -439,7 +471,7 @@ class Run:
     def _check_finite(self, terms: dict[str, Tensor]) -> None:
         values = {name: float(value) for name, value in terms.items()}
         if not all(np.isfinite(value) for value in values.values()):
-            saved = self.folder.checkpoints() if self.folder else []
+            saved = checkpoints(self.out)
             text = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
             raise RunError(
                 f"the loss is not finite at step {self.step} of the {self.stage} stage ({text}); "
@@ -549,11 +581,7 @@ class Run:
 
     def resume_or_begin(self) -> None:
         """Take up the last checkpoint, or begin."""
-        saved = self.folder.load() if self.folder is not None else None
-        if self.world > 1:
-            folder = RunFolder.__new__(RunFolder)  # the other ranks read what the main one holds the lock of
-            folder.path = self.out
-            saved = saved if self.main else folder.load()
+        saved = load_checkpoint(self.out)
         if saved is None:
             if self.folder is not None:
                 self.folder.rewind(0)
@@ -572,10 +600,7 @@ class Run:
             self.topology, self.controller = Topology.from_json(state["topology"]), None
             self.raw = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
             if state["shrunk"]:
-                blocks = zip(self.topology.blocks, self.topology.dense, strict=True)
-                widths = [block.widths(old, self.config.round_to) for block, old in blocks]
                 self.raw = extract(self.raw, self.topology, self.config.round_to)
-                assert [site.widths for site in family.sites(self.raw)] == widths
             else:
                 set_gates(self.raw, temperature=self.schedule.tau_floor, noise_scale=0.0)
                 for gate in gates(self.raw):
@@ -627,7 +652,16 @@ class Run:
         self.accelerator.wait_for_everyone()
         if self.config.trackers:
             self.accelerator.end_training()
-        return Result(model, self.out / "compact", self.record)
+        return Result(model, self._dense_again(), self.out / "compact", self.record, self.main)
+
+    def _dense_again(self) -> ViT:
+        """The dense model: the teacher where it is its own, else built anew (its speed is what is asked for)."""
+        if self.config.teacher == "self" and self.teacher is not None:
+            return self.teacher.model
+        arguments = dict(self.config.model_args)
+        if self.config.img_size is not None:
+            arguments["img_size"] = self.config.img_size
+        return timm.create_model(self.config.model, **arguments).to(self.device)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

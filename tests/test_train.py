@@ -1,0 +1,346 @@
+import copy
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import hiap
+from driver import SMALL
+from hiap.attach import gates_by_block
+from hiap.budget import BudgetError
+from hiap.config import Config, ConfigError, read_config, recipes
+from hiap.data import Augmentation, ByteData
+from hiap.extract import slices
+from hiap.objective import Teacher, distillation, task_loss
+from hiap.state import RunError, RunFolder
+from hiap.train import Run, carry_optimizer, plan, prune
+
+TINY = {**SMALL, "dense_epochs": 0, "ema": 0.0, "mixup": 0.0, "eval_every": 1000}
+
+
+def noise_data(images: int = 64, size: int = 16) -> ByteData:
+    """Random pictures of 10 classes: enough for what does not depend on accuracy."""
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (images, 1, size, size), generator=generator, dtype=torch.uint8)
+    labels = torch.arange(images) % 10
+    augmentation = Augmentation(crop=1.0, flip=0.0)
+    return ByteData(
+        (pixels, labels), (pixels[:16], labels[:16]), (size, size), ((0.5,), (0.5,)), augmentation, torch.device("cpu")
+    )
+
+
+def tiny(**overrides: object) -> Config:
+    return read_config("digits", {**TINY, **overrides})
+
+
+BUDGET_MODEL = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 4, "in_chans": 1}
+
+
+@pytest.mark.parametrize("steps", [100, 400])
+@pytest.mark.parametrize("share", [25, 50, 75, 95])
+@pytest.mark.parametrize("ratio", [[5.0, 1.0], [2.0, 1.0], [1.0, 2.0]])
+def test_the_budget_is_met(steps: int, share: int, ratio: list[float], tmp_path: Path) -> None:
+    config = tiny(
+        model_args=BUDGET_MODEL,
+        epochs=steps // 25,
+        batch_size=4,
+        target=f"{share}%",
+        ratio=ratio,
+        freeze_at=None,
+        checkpoint_every=steps,
+        teacher="none",
+    )
+    result = prune(config, tmp_path / "run", data=noise_data(100))
+    saved = hiap.load(tmp_path / "run/compact")
+    target = share / 100 * result.record["dense_macs"]
+    group = 8 * 2 * 17 * 32  # 8 neurons weigh more than 1 % of the smaller targets
+    assert target - max(0.01 * target, group) < hiap.macs(saved) <= target
+    assert saved.class_names if result.model is None else True
+
+
+def test_targets_out_of_reach_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    for overrides in (
+        {"target": "1%"},
+        {"target": "50%", "ratio": [1.0, 0.0]},
+        {"target": "50%", "keep_blocks": [0, 1]},
+    ):
+        with pytest.raises((BudgetError, ValueError), match=r"out of reach|nothing to gate"):
+            prune(tiny(**overrides), tmp_path / "run", data=noise_data(64, 8))
+    assert not (tmp_path / "run").exists()
+
+
+def test_paper_mode_terms_are_the_formulas(tmp_path: Path) -> None:
+    config = tiny(target=None, lambda_macro=0.9, lambda_micro=0.45, freeze_at=None, min_heads=2, min_value_dims=0.999)
+    run = Run(config, tmp_path / "run", data=noise_data(512, 8))
+    run.resume_or_begin()
+    for gate in hiap.gates(run.raw):
+        gate.logit.data.uniform_(-1, 3)
+    before = {
+        (i, k): torch.sigmoid(g.logit.detach()).view(g.shape)
+        for i, b in enumerate(gates_by_block(run.raw))
+        for k, g in b.items()
+    }
+    x, y = next(run.data.train(0, 0, 256, 0, 1))
+    terms = run.train_step(x, y)
+    N, D, H, Dh, F = 5, 16, 2, 8, 64
+    macro = sum(before[i, "head"].sum() * Dh * (2 * N * D + N * N) for i in range(2))
+    micro = sum(
+        (before[i, "head"] * before[i, "value_dim"]).sum() * (2 * N * D + N * N)
+        + (before[i, "block"] * before[i, "neuron"]).sum() * 2 * N * D
+        for i in range(2)
+    )
+    dense = 2 * (2 * H * Dh * (2 * N * D + N * N) + F * 2 * N * D)
+    relu = torch.nn.functional.relu
+    expected = {
+        "macro": macro / dense,
+        "micro": micro / dense,
+        "feasible_head": sum(relu(2 - before[i, "head"].sum()) ** 2 for i in range(2)),
+        "feasible_dim": sum(
+            (before[i, "head"] * relu(0.999 - before[i, "value_dim"].mean(1, keepdim=True)) ** 2).sum()
+            for i in range(2)
+        ),
+        "feasible_ffn": sum(
+            before[i, "block"] * relu(0.02 - before[i, "neuron"].mean()) ** 2 for i in range(2)
+        ).squeeze(),
+    }
+    for name, value in expected.items():
+        assert float(terms[name]) == pytest.approx(float(value), rel=1e-5, abs=1e-9), name
+    weighted = run._weighted(terms)
+    rest = (
+        0.5 * terms["task"]
+        + 0.5 * terms["distill"]
+        + terms["feasible_head"]
+        + terms["feasible_dim"]
+        + terms["feasible_ffn"]
+    )
+    assert float(weighted) == pytest.approx(float(rest + 0.9 * terms["macro"] + 0.45 * terms["micro"]), rel=1e-6)
+
+
+def test_shrinking_in_flight_changes_nothing() -> None:
+    """In float64, without dropout: the same loss, and the next optimiser step moves what is left alike."""
+    from conftest import images, make
+
+    model = hiap.attach(make("layer_scale"), hiap.GRANULARITIES).train()
+    optimizer = torch.optim.AdamW(hiap.parameter_groups(model)[:-1], lr=1e-3)
+    x = images(model)
+    for _ in range(3):
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    counts = {"heads": [2, 0, 3], "neurons": [8, 16, None], "value_dims": [8, 8, 3], "qk_dims": [4, 8, 8]}
+    topology = hiap.Topology.from_counts(model, **counts)
+    hiap.set_topology(model, topology)
+    small = hiap.extract(model, topology, round_to=1)
+    after = torch.optim.AdamW(hiap.parameter_groups(small)[:-1], lr=1e-3)
+    widths = [block.widths(dense) for block, dense in zip(topology.blocks, topology.dense, strict=True)]
+    carry_optimizer(optimizer, model, after, small, slices(topology, widths))
+    hiap.set_gates(model, temperature=1e-3, noise_scale=0.0)
+    for _ in range(2):
+        big_loss, small_loss = model(x).square().sum(), small(x).square().sum()
+        assert float(small_loss) == pytest.approx(float(big_loss), rel=1e-10)
+        for loss, one in ((big_loss, optimizer), (small_loss, after)):
+            loss.backward()
+            one.step()
+            one.zero_grad()
+    assert float(small(x).square().sum()) == pytest.approx(float(model(x).square().sum()), rel=1e-9)
+
+
+def test_distillation_and_mixed_targets() -> None:
+    logits, teacher = torch.randn(4, 10, dtype=torch.float64), torch.randn(4, 10, dtype=torch.float64)
+    p, q = torch.softmax(teacher / 2, 1), torch.softmax(logits / 2, 1)
+    expected = 4 * (p * (p.log() - q.log())).sum(1).mean()
+    assert float(distillation(logits, teacher, 2.0)) == pytest.approx(float(expected), rel=1e-5)
+    mixed = torch.softmax(torch.randn(4, 10), 1).double()
+    assert float(task_loss(logits, mixed)) == pytest.approx(float(-(mixed * logits.log_softmax(1)).sum(1).mean()))
+
+
+def test_the_teacher_sees_its_own_normalisation_and_size() -> None:
+    seen = []
+
+    class Spy(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(x)
+            return x
+
+    pixels = torch.rand(2, 3, 8, 8)
+    student, own = ((0.5,) * 3, (0.5,) * 3), ((0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
+    Teacher(Spy(), student, own, (8, 8), torch.device("cpu"))((pixels - 0.5) / 0.5)
+    expected = (pixels - torch.tensor(own[0]).view(3, 1, 1)) / torch.tensor(own[1]).view(3, 1, 1)
+    torch.testing.assert_close(seen[0], expected)
+    Teacher(Spy(), student, own, (12, 12), torch.device("cpu"))(pixels)
+    assert seen[1].shape == (2, 3, 12, 12)
+
+
+class TestReliability:
+    """Real processes, really killed."""
+
+    @staticmethod
+    def run(out: Path, *options: str, check: int | None = 0, nproc: int = 1) -> subprocess.CompletedProcess[str]:
+        launch = (
+            ["-m", "torch.distributed.run", "--nproc_per_node", str(nproc), "--master_port", "29513"]
+            if nproc > 1
+            else []
+        )
+        command = [sys.executable, *launch, str(Path(__file__).parent / "driver.py"), str(out), *options]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+        assert check is None or done.returncode == check, done.stderr[-3000:]
+        return done
+
+    @pytest.fixture(scope="class")
+    def whole(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        out = tmp_path_factory.mktemp("whole") / "run"
+        self.run(out)
+        return out
+
+    @pytest.mark.parametrize(
+        "kill",
+        [
+            "--kill-step=dense:2:SIGKILL",
+            "--kill-step=search:5:SIGKILL",
+            "--kill-step=recover:15:SIGKILL",
+            "--kill-save=4",
+        ],
+    )
+    def test_a_killed_run_ends_bit_identical(self, kill: str, whole: Path, tmp_path: Path) -> None:
+        out = tmp_path / "run"
+        self.run(out, kill, check=-signal.SIGKILL)
+        assert not (out / "compact").exists()
+        self.run(out, "--resume")
+        first, second = (load_file(folder / "compact/model.safetensors") for folder in (whole, out))
+        assert first.keys() == second.keys()
+        assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+        lines = [
+            [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+            for folder in (whole, out)
+        ]
+        for a, b in zip(*lines, strict=True):
+            assert {k: v for k, v in a.items() if k != "seconds"} == {k: v for k, v in b.items() if k != "seconds"}
+
+    def test_sigterm_saves_and_the_run_goes_on(self, whole: Path, tmp_path: Path) -> None:
+        out = tmp_path / "run"
+        self.run(out, "--kill-step=search:4:SIGTERM", check=143)
+        self.run(out, "--resume")
+        first, second = (load_file(folder / "compact/model.safetensors") for folder in (whole, out))
+        assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+    def test_two_processes_follow_one(self, tmp_path: Path) -> None:
+        options = ["mixup=0.0", "crop=1.0", "ema=0.0"]
+        self.run(tmp_path / "one", *options)
+        self.run(tmp_path / "two", *options, nproc=2)
+        one, two = (
+            [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+            for name in ("one", "two")
+        )
+        assert len(one) == len(two)
+        for a, b in zip(one, two, strict=True):
+            assert a["task"] == pytest.approx(b["task"], rel=2e-3)
+        topologies = [hiap.load(tmp_path / name / "compact").hiap.topology for name in ("one", "two")]
+        assert topologies[0] == topologies[1]
+
+    def test_folders_in_use_or_of_another_run_are_refused(self, tmp_path: Path) -> None:
+        first = RunFolder(tmp_path / "run", "seed: 0\n", resume=False)
+        with pytest.raises(RunError, match="is in use by another run"):
+            RunFolder(tmp_path / "run", "seed: 0\n", resume=True)
+        first.close()
+        with pytest.raises(RunError, match="holds a run: pass --resume"):
+            RunFolder(tmp_path / "run", "seed: 0\n", resume=False)
+        with pytest.raises(RunError, match=r"another configuration: seed: 1 \(was: seed: 0\)"):
+            RunFolder(tmp_path / "run", "seed: 1\n", resume=True)
+
+    def test_a_full_disk_leaves_the_last_checkpoint(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = RunFolder(tmp_path / "run", "", resume=False)
+        saved = folder.save(3, {"x": torch.ones(2)}, {"step": 3})
+
+        def full(*arguments: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("safetensors.torch.save_file", full)
+        with pytest.raises(RunError, match=r"No space left on device\); the last good one is .*checkpoint-000000003"):
+            folder.save(6, {"x": torch.zeros(2)}, {"step": 6})
+        assert load_file(saved / "state.safetensors")["x"].tolist() == [1, 1]
+
+    def test_a_loss_that_is_not_finite_stops_the_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def broken(self: Run, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"task": torch.tensor(math.nan if self.step == 4 else 1.0), "distill": torch.tensor(0.5)}
+
+        monkeypatch.setattr(Run, "train_step", broken)
+        with pytest.raises(
+            RunError, match=r"not finite at step 5 of the search stage \(task nan, distill 0\.5\); .*checkpoint-"
+        ):
+            prune(tiny(), tmp_path / "run", data=noise_data(1024, 8))
+
+
+class TestConfig:
+    def test_everything_wrong_is_said_at_once(self) -> None:
+        with pytest.raises(ConfigError) as caught:
+            read_config("digits", {"epochs": 0, "target": "fast", "precision": "int8", "granularities": ["token"]})
+        for text in (
+            "epochs must be at least 1; found 0",
+            "'fast' is not a budget",
+            "precision must be",
+            "granularities must be",
+        ):
+            assert text in str(caught.value)
+        with pytest.raises(ConfigError, match=r"unknown option 'epoch'\n.*lr must be float; found 'high'"):
+            read_config("digits", {"epoch": 3, "lr": "high"})
+        with pytest.raises(ConfigError, match="give either target, or lambda_macro"):
+            read_config(None, {"model": "vit_tiny_patch16_224"})
+        with pytest.raises(ConfigError, match="no recipe and no file 'nothing'; recipes: .*digits"):
+            read_config("nothing")
+
+    @pytest.mark.parametrize("name", recipes())
+    def test_recipes_are_valid(self, name: str) -> None:
+        config = read_config(name)
+        assert read_config(None, {**vars(config)}) == config
+
+    def test_unreachable_hub_names_the_way_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def offline(*arguments: object, **options: object) -> None:
+            raise OSError("no connection")
+
+        monkeypatch.setattr("timm.create_model", offline)
+        with pytest.raises(ConfigError, match="no connection.*--weights FILE, or --no-pretrained"):
+            plan(read_config(None, {"model": "vit_tiny_patch16_224", "target": "50%"}))
+
+    def test_q_k_dims_join_where_a_target_allows_it(self) -> None:
+        assert "qk_dim" in Config(target="50%").gate_kinds(qk_norm=False)
+        assert "qk_dim" not in Config(target="50%").gate_kinds(qk_norm=True)
+        assert "qk_dim" not in Config(target="50%", ratio=[2.0, 1.0]).gate_kinds(qk_norm=False)
+        assert "qk_dim" not in Config(lambda_macro=1.0, lambda_micro=1.0).gate_kinds(qk_norm=False)
+
+
+def test_weights_of_another_class_count_get_a_new_classifier(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    model = Run(tiny(), tmp_path / "a", data=noise_data(512, 8)).dense
+    model.reset_classifier(3)
+    save_file(model.state_dict(), tmp_path / "three.safetensors")
+    torch.save({"model": model.state_dict()}, tmp_path / "three.pth")
+    for name in ("three.safetensors", "three.pth"):
+        run = Run(
+            tiny(weights=str(tmp_path / name), pretrained=True),
+            tmp_path / name.replace(".", "-"),
+            data=noise_data(512, 8),
+        )
+        assert run.dense.num_classes == 10
+        assert torch.equal(run.dense.blocks[0].mlp.fc1.weight, model.blocks[0].mlp.fc1.weight)
+
+
+def test_no_shrink_ends_with_the_same_budget(tmp_path: Path) -> None:
+    result = prune(tiny(shrink=False), tmp_path / "run", data=noise_data(1024, 8))
+    assert result.record["macs"] <= 0.6 * result.record["dense_macs"]
+    assert hiap.macs(hiap.load(tmp_path / "run/compact")) == result.record["macs"]
+
+
+def test_stop_after_ends_early(tmp_path: Path) -> None:
+    config = tiny(target=None, lambda_macro=0.1, lambda_micro=0.1, freeze_at=None, epochs=6, stop_after=2)
+    prune(config, tmp_path / "run", data=noise_data(1024, 8))
+    last = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["epoch"] == 2 and copy.copy(last)["step"] == 8

@@ -5,8 +5,10 @@ BIN := .venv/bin
 .PHONY: demo test clean
 
 demo: .venv/installed
-	$(BIN)/python examples/library.py demo/compact
+	rm -rf demo
+	$(BIN)/hiap prune --out demo
 	$(BIN)/hiap info demo/compact
+	$(BIN)/hiap evaluate demo/compact --data digits
 
 test: .venv/installed
 	$(BIN)/ruff format --check .

@@ -1,4 +1,4 @@
-"""A small run in a process of its own, that can be killed at a chosen moment: driver.py OUT [--resume] [key=value ...]."""
+"""A small run in a process of its own that can be killed at a moment: driver.py OUT [--resume] [key=value ...]."""
 
 import os
 import signal

@@ -1,4 +1,3 @@
-import copy
 import json
 import math
 import os
@@ -62,7 +61,6 @@ def test_the_budget_is_met(steps: int, share: int, ratio: list[float], tmp_path:
     target = share / 100 * result.record["dense_macs"]
     group = 8 * 2 * 17 * 32  # 8 neurons weigh more than 1 % of the smaller targets
     assert target - max(0.01 * target, group) < hiap.macs(saved) <= target
-    assert saved.class_names if result.model is None else True
 
 
 def test_targets_out_of_reach_are_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -72,7 +70,7 @@ def test_targets_out_of_reach_are_refused_before_anything_is_written(tmp_path: P
         {"target": "50%", "keep_blocks": [0, 1]},
     ):
         with pytest.raises((BudgetError, ValueError), match=r"out of reach|nothing to gate"):
-            prune(tiny(**overrides), tmp_path / "run", data=noise_data(64, 8))
+            prune(tiny(**overrides), tmp_path / "run", data=noise_data(512, 8))
     assert not (tmp_path / "run").exists()
 
 
@@ -293,7 +291,7 @@ class TestConfig:
             read_config("digits", {"epoch": 3, "lr": "high"})
         with pytest.raises(ConfigError, match="give either target, or lambda_macro"):
             read_config(None, {"model": "vit_tiny_patch16_224"})
-        with pytest.raises(ConfigError, match="no recipe and no file 'nothing'; recipes: .*digits"):
+        with pytest.raises(ConfigError, match=r"no recipe and no file 'nothing'; recipes: .*digits"):
             read_config("nothing")
 
     @pytest.mark.parametrize("name", recipes())
@@ -306,7 +304,7 @@ class TestConfig:
             raise OSError("no connection")
 
         monkeypatch.setattr("timm.create_model", offline)
-        with pytest.raises(ConfigError, match="no connection.*--weights FILE, or --no-pretrained"):
+        with pytest.raises(ConfigError, match=r"no connection.*--weights FILE, or --no-pretrained"):
             plan(read_config(None, {"model": "vit_tiny_patch16_224", "target": "50%"}))
 
     def test_q_k_dims_join_where_a_target_allows_it(self) -> None:
@@ -343,4 +341,4 @@ def test_stop_after_ends_early(tmp_path: Path) -> None:
     config = tiny(target=None, lambda_macro=0.1, lambda_micro=0.1, freeze_at=None, epochs=6, stop_after=2)
     prune(config, tmp_path / "run", data=noise_data(1024, 8))
     last = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
-    assert last["epoch"] == 2 and copy.copy(last)["step"] == 8
+    assert last["epoch"] == 2 and last["step"] == 8

@@ -193,6 +193,7 @@ class Run:
         self.config, self.out = config, Path(out)
         handlers = [DistributedDataParallelKwargs(broadcast_buffers=False)]
         self.accelerator = Accelerator(
+            cpu=not (torch.cuda.is_available() or torch.backends.mps.is_available()),
             mixed_precision=config.precision,
             kwargs_handlers=handlers,
             log_with=config.trackers or None,
@@ -200,6 +201,7 @@ class Run:
         )
         self.device, self.main = self.accelerator.device, self.accelerator.is_main_process
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
+        torch.manual_seed(mix_seed(config.seed))  # what is not loaded is drawn: a new classifier, or all of it
         model = dense_model(config)
         family.sites(model)
         self.norm = normalisation(config, model)
@@ -414,9 +416,10 @@ class Run:
             for name, value in terms.items():
                 total[name] = total.get(name, torch.zeros((), device=self.device)) + value.detach() / config.accumulate
         if config.clip_grad is not None:
-            self.accelerator.clip_grad_norm_(self.model.parameters(), config.clip_grad)
+            learned = [p for group in self.optimizer.param_groups for p in group["params"]]
+            self.accelerator.clip_grad_norm_(learned, config.clip_grad)
         self.stepper.step()
-        self.stepper.zero_grad()
+        self.model.zero_grad()  # of the whole model: logits that a target sets are in no group
         if self.average is not None:
             self.average.update(self.raw, step=self.step)
         if self.controller is not None:
@@ -623,7 +626,7 @@ class Run:
                 full = f"optimizer.{key}.{name}"
                 if full in tensors:
                     value = tensors[full]
-                    self.optimizer.state[p][key] = value if value.ndim == 0 else value.to(p.device)
+                    self.optimizer.state[p][key] = value.clone() if value.ndim == 0 else value.to(p.device, copy=True)
                 elif full in state["scalars"]:
                     self.optimizer.state[p][key] = state["scalars"][full]
         if self.controller is not None:

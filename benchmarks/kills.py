@@ -2,8 +2,8 @@
 
     python benchmarks/kills.py [--kills 50]
 
-Runs on the CPU on digits. Each kill is a SIGKILL after a random time; the run then goes on from its last checkpoint. Prints
-one line a kill and ends with the verdict: bit-identical or not.
+Runs on the CPU on digits. Each kill is a SIGKILL after a random time; the run then goes on from its last checkpoint.
+Prints one line a kill and ends with the verdict: bit-identical or not.
 """
 
 import argparse

@@ -57,6 +57,33 @@ def test_cli_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_cli_without_a_command_helps(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
-    assert "example: hiap info" in capsys.readouterr().out
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"hiap {hiap.__version__}\n"
+    assert "example: hiap prune --help" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0 and capsys.readouterr().out == f"hiap {hiap.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["prune", "plan", "evaluate", "info"])
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert f"example{'s' if command == 'prune' else ''}:\n  hiap {command}" in capsys.readouterr().out
+
+
+def test_cli_plans_prints_and_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--target", "40%"]) == 0
+    assert "target   40% = 40.0%" in capsys.readouterr().out
+    assert main(["prune", "--print-config", "--target", "30%", "--ratio", "2:1", "--keep-blocks", "0,1"]) == 0
+    text = capsys.readouterr().out
+    assert "target: 30%" in text and "ratio:\n- 2.0\n- 1.0" in text and "keep_blocks:\n- 0\n- 1" in text
+    assert main(["plan", "--target", "1%"]) == 1
+    assert "out of reach" in capsys.readouterr().err
+    assert main(["prune", "--epochs", "0", "--lr", "-1"]) == 1
+    assert "epochs must be at least 1; found 0\n  lr must be positive" in capsys.readouterr().err
+    assert (
+        main(
+            ["plan", "--data", str(tmp_path), "--target", "50%", "--no-pretrained", "--model", "deit_tiny_patch16_224"]
+        )
+        == 1
+    )
+    assert "must hold the folders train and val" in capsys.readouterr().err

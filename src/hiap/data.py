@@ -17,14 +17,17 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from safetensors.torch import load_file
 from timm.data import create_dataset, create_transform
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 __all__ = ["Augmentation", "ByteData", "Data", "FolderData", "digits", "mix_seed", "open_data"]
 
 Batch = tuple[Tensor, Tensor]
+MODES = {1: "L", 3: "RGB"}  # of Pillow, by the channels of the model
+SPLITS = ("train", "validation")
 
 
 @dataclass(frozen=True)
@@ -152,17 +155,18 @@ def digits() -> tuple[Batch, Batch]:
 
 
 class FolderData:
-    """A timm data set with random access, read by loader workers.
+    """Data sets of timm with random access, read by loader workers.
 
     Args:
-        name: "" for an image folder with `train` and `val` inside, or a name of timm's data set factory.
-        strict: raise on an image that cannot be read instead of skipping it.
+        train, val: the data sets, as `timm.data.create_dataset` makes them.
+        strict: raise on an image that cannot be read instead of replacing it by another of its batch.
     """
 
     def __init__(
         self,
-        name: str,
-        root: str,
+        train: Any,
+        val: Any,
+        class_names: list[str] | None,
         size: tuple[int, int],
         normalisation: tuple[Sequence[float], Sequence[float]],
         augmentation: Augmentation,
@@ -172,11 +176,7 @@ class FolderData:
         strict: bool = False,
         channels: int = 3,
     ) -> None:
-        self.device, self.seed, self.workers = device, seed, workers
-        mode = {1: "L", 3: "RGB"}[channels]
-        options = {"root": root, "input_img_mode": mode}
-        train = create_dataset(name, split="train", is_training=True, **options)
-        val = create_dataset(name, split="validation", **options)
+        self.device, self.seed, self.workers, self.class_names = device, seed, workers, class_names
         common = {"input_size": (channels, *size), "mean": normalisation[0], "std": normalisation[1]}
         vary = create_transform(
             **common,
@@ -187,13 +187,10 @@ class FolderData:
             re_prob=augmentation.erase,
             interpolation="bicubic",
         )
-        self._train = _Varied(train, vary, seed, strict)
-        self._val = _Varied(val, create_transform(**common, interpolation="bicubic"), seed, strict)
-        index = getattr(getattr(train, "reader", None), "class_to_idx", None)
-        self.class_names = sorted(index, key=index.__getitem__) if index else None
-        self.classes = (
-            len(self.class_names) if self.class_names else int(max(train[i][1] for i in range(len(train)))) + 1
-        )
+        mode = MODES[channels]
+        self._train = _Varied(train, vary, seed, strict, mode)
+        self._val = _Varied(val, create_transform(**common, interpolation="bicubic"), seed, strict, mode)
+        self.classes = len(class_names) if class_names else int(max(train[i][1] for i in range(len(train)))) + 1
 
     @property
     def train_size(self) -> int:
@@ -249,8 +246,8 @@ class _Listed(Sampler[list[tuple[int, int]]]):
 class _Varied(Dataset[Any]):
     """Images by (epoch, index), each transformed with random numbers of its own."""
 
-    def __init__(self, dataset: Any, transform: Any, seed: int, strict: bool) -> None:
-        self.dataset, self.transform, self.seed, self.strict = dataset, transform, seed, strict
+    def __init__(self, dataset: Any, transform: Any, seed: int, strict: bool, mode: str) -> None:
+        self.dataset, self.transform, self.seed, self.strict, self.mode = dataset, transform, seed, strict, mode
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -258,7 +255,7 @@ class _Varied(Dataset[Any]):
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int] | None:
         epoch, index = key
         try:
-            image, label = self.dataset[index]
+            image, label = _read(self.dataset, index, self.mode)
         except Exception as error:
             if self.strict:
                 raise ValueError(f"image {index} of the data set cannot be read: {error}") from error
@@ -276,6 +273,16 @@ class _Varied(Dataset[Any]):
                 np.random.set_state(state[1])
 
 
+def _read(dataset: Any, index: int, mode: str) -> tuple[Image.Image, int]:
+    """An image and its label. timm's data set puts a neighbour for what it cannot read; its reader does not."""
+    if not hasattr(dataset, "reader"):
+        image, label = dataset[index]
+        return image.convert(mode), int(label)
+    source, label = dataset.reader[index]
+    with source, Image.open(source) as image:
+        return image.convert(mode), int(label)
+
+
 def _collate(samples: list[tuple[Tensor, int] | None]) -> tuple[Tensor, Tensor, int]:
     """Stack what was read; a lost image is replaced by another of the batch, so that its size stays."""
     read = [sample for sample in samples if sample is not None]
@@ -284,6 +291,38 @@ def _collate(samples: list[tuple[Tensor, int] | None]) -> tuple[Tensor, Tensor, 
     filled = read + [read[i % len(read)] for i in range(len(samples) - len(read))]
     images, labels = zip(*filled, strict=True)
     return torch.stack(images), torch.tensor(labels), len(samples) - len(read)
+
+
+class _Bytes(Dataset[Any]):
+    """Images of a data set as bytes of one size; None where one cannot be read."""
+
+    def __init__(self, dataset: Any, size: tuple[int, int], strict: bool, mode: str) -> None:
+        self.dataset, self.size, self.strict, self.mode = dataset, size, strict, mode
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int] | None:
+        try:
+            image, label = _read(self.dataset, index, self.mode)
+            pixels = np.array(image.resize(self.size[::-1], Image.Resampling.BICUBIC))
+        except Exception as error:
+            if self.strict:
+                raise ValueError(f"image {index} of the data set cannot be read: {error}") from error
+            return None
+        pixels = pixels[..., None] if pixels.ndim == 2 else pixels
+        return torch.from_numpy(pixels).permute(2, 0, 1).contiguous(), int(label)
+
+
+def _hold(dataset: Any, size: tuple[int, int], workers: int, strict: bool, mode: str) -> Batch:
+    """A whole data set in memory."""
+    loader = DataLoader(_Bytes(dataset, size, strict, mode), batch_size=256, num_workers=workers, collate_fn=list)
+    read = [sample for batch in loader for sample in batch]
+    kept = [sample for sample in read if sample is not None]
+    if len(kept) < len(read):
+        warnings.warn(f"{len(read) - len(kept)} images cannot be read and are skipped", stacklevel=2)
+    images, labels = zip(*kept, strict=True)
+    return torch.stack(images), torch.tensor(labels)
 
 
 def open_data(
@@ -296,23 +335,41 @@ def open_data(
     workers: int,
     strict: bool,
     channels: int,
+    hold: bool = False,
 ) -> Data:
-    """The data a user names: "digits", a folder with `train` and `val`, or a name of timm's factory."""
+    """The data a user names: "digits", a folder with `train` and `val`, or a name of timm's factory.
+
+    Args:
+        hold: keep the whole set on the device as bytes and augment there.
+    """
     if data == "digits":
         train, val = digits()
         names = [str(i) for i in range(10)]
         if channels == 3:
             train, val = ((images.expand(-1, 3, -1, -1), labels) for images, labels in (train, val))
         return ByteData(train, val, size, normalisation, augmentation, device, seed, names)
-    name, root = ("", data) if Path(data).is_dir() else (data.partition(":")[0], data.partition(":")[2] or "data")
-    if not name:
+    name, root = _locate(data)
+    sets = [create_dataset(name, root=root, split=split, is_training=split == "train") for split in SPLITS]
+    if any(isinstance(one, IterableDataset) for one in sets):
+        raise ValueError(f"{data} is a stream without random access, in which no run can resume; use an indexed set")
+    index = getattr(getattr(sets[0], "reader", None), "class_to_idx", None)
+    class_names = sorted(index, key=index.__getitem__) if index else None
+    if hold:
+        train, val = (_hold(one, size, workers, strict, MODES[channels]) for one in sets)
+        return ByteData(train, val, size, normalisation, augmentation, device, seed, class_names)
+    return FolderData(
+        sets[0], sets[1], class_names, size, normalisation, augmentation, device, seed, workers, strict, channels
+    )
+
+
+def _locate(data: str) -> tuple[str, str]:
+    """timm's name and root of a data set: no name for a folder, "torch/cifar10:ROOT" for a named one."""
+    if Path(data).is_dir():
         found = sorted(entry.name for entry in Path(data).iterdir() if entry.is_dir())
         if "train" not in found or not {"val", "validation"} & set(found):
-            raise ValueError(
-                f"{data} must hold the folders train and val, with one folder a class in each; found {found}"
-            )
-    elif "/" not in name or name.partition("/")[0] not in ("torch", "hfds", "tfds", "wds", "hfids"):
-        raise ValueError(
-            f"--data {data!r} is no folder, and no timm data set (torch/..., hfds/..., wds/...), nor 'digits'"
-        )
-    return FolderData(name, root, size, normalisation, augmentation, device, seed, workers, strict, channels)
+            raise ValueError(f"{data} must hold the folders train and val, a folder a class in each; found {found}")
+        return "", data
+    name, _, root = data.partition(":")
+    if name.partition("/")[0] not in ("torch", "hfds", "tfds", "wds", "hfids"):
+        raise ValueError(f"--data {data!r} is no folder, no timm data set (torch/..., hfds/...), and not 'digits'")
+    return name, root or "data"

@@ -38,6 +38,7 @@ from hiap.extract import extract, slices, source_name, take
 from hiap.families import timm as family
 from hiap.families.timm import ViT
 from hiap.objective import Teacher, cost_terms, distillation, feasibility_terms, task_loss
+from hiap.progress import Progress, epoch_line
 from hiap.schedule import Schedule
 from hiap.state import RunError, RunFolder, checkpoints, load_checkpoint
 from hiap.topology import Topology, harden, set_topology
@@ -124,9 +125,10 @@ def load_data(config: Config, model: ViT, device: torch.device) -> Data:
     size, channels = family.image_size(model), model.patch_embed.proj.in_channels
     augmentation = Augmentation(config.crop, config.flip, config.policy, config.erase)
     norm = normalisation(config, model)
-    return open_data(
-        config.data, size, norm, augmentation, device, config.seed, config.workers, config.strict_data, channels
-    )
+    hold = config.data_device != "loader"
+    device = torch.device("cpu") if config.data_device == "cpu" and config.data != "digits" else device
+    rest = (config.seed, config.workers, config.strict_data, channels, hold)
+    return open_data(config.data, size, norm, augmentation, device, *rest)
 
 
 def plan(config: Config) -> list[str]:
@@ -177,7 +179,9 @@ def evaluate(
     """Top-1 and top-5 in percent. The model is used in the mode it is in."""
     right = torch.zeros(2)
     seen = 0
+    device = next(model.parameters()).device
     for x, y in data.val(batch):
+        x, y = x.to(device), y.to(device)
         with accelerator.autocast() if accelerator else nullcontext():
             logits = model(x)
         best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == y.unsqueeze(1)
@@ -242,6 +246,7 @@ class Run:
         self.controller: Controller | None = None
         self.teacher: Teacher | None = None
         self._terminated = False
+        self.progress = Progress(self.main)
 
     def _plan(self) -> None:
         self.kinds = self.config.gate_kinds(any(site.qk_norm for site in family.sites(self.dense)))
@@ -362,6 +367,8 @@ class Run:
 
     def _stage_loop(self, end: int) -> None:
         epoch, position = divmod(self.step, self.per_epoch)
+        first = self.step
+        self.progress.restart()
         while self.step < end:
             started = time.perf_counter()
             offset = 0 if self.stage == "dense" else self.config.dense_epochs
@@ -372,7 +379,10 @@ class Run:
                 self.step += 1
                 due = self.step % (self.config.checkpoint_every or self.per_epoch) == 0
                 if self.device.type == "cpu" or self.step % 10 == 0 or due or self._terminated:
-                    self._check_finite(terms)
+                    values = self._check_finite(terms)
+                    rate = self.optimizer.param_groups[0]["lr"]
+                    done = self.step - first
+                    self.progress.show(self.stage, done, end - first, self.config.batch_size, values, rate)
                 if self.stage == "search" and self.step == min(self.schedule.freeze, end):
                     self.freeze()
                 if self.step % self.per_epoch == 0:
@@ -401,7 +411,7 @@ class Run:
                 noise_scale=self.schedule.noise(self.step),
                 draws=self.step * config.accumulate,
             )
-        x, target = self._mix(x, y, number)
+        x, target = self._mix(x.to(self.device), y.to(self.device), number)
         self.model.train()
         total: dict[str, Tensor] = {}
         parts = zip(x.chunk(config.accumulate), target.chunk(config.accumulate), strict=True)
@@ -471,7 +481,7 @@ class Run:
         }
         return torch.stack([weights[name] * value for name, value in terms.items()]).sum()
 
-    def _check_finite(self, terms: dict[str, Tensor]) -> None:
+    def _check_finite(self, terms: dict[str, Tensor]) -> dict[str, float]:
         values = {name: float(value) for name, value in terms.items()}
         if not all(np.isfinite(value) for value in values.values()):
             saved = checkpoints(self.out)
@@ -480,6 +490,7 @@ class Run:
                 f"the loss is not finite at step {self.step} of the {self.stage} stage ({text}); "
                 f"the last good checkpoint is {saved[-1] if saved else 'none'}"
             )
+        return values
 
     # -- records --------------------------------------------------------------------------------------------------
 
@@ -499,10 +510,13 @@ class Run:
         p = torch.cat([gate.probability().detach().flatten() for gate in gates(self.raw)])
         expected = MacCost(self.raw).total(expected_counts(self.raw)).item()
         hard = macs(self.raw, round_to=self.config.round_to)
+        blocks = harden(self.raw).blocks
         return {
             "undecided": ((p > 0.05) & (p < 0.95)).float().mean().item(),
             "expected_macs": expected / self.dense_macs,
             "hard_macs": hard / self.dense_macs,
+            "open_heads": sum(len(block.heads or ()) for block in blocks),
+            "open_blocks": sum(block.neurons is not None for block in blocks),
         }
 
     def _log(self, stage: str, terms: dict[str, Tensor], seconds: float) -> None:
@@ -513,6 +527,7 @@ class Run:
             "epoch": epoch,
             "seconds": round(seconds, 3),
         }
+        line["images_per_s"] = round(self.per_epoch * self.config.batch_size / max(seconds, 1e-9), 1)
         line |= {name: float(self._mean(value)) for name, value in terms.items()}
         line["lr"] = self.optimizer.param_groups[0]["lr"]
         if epoch % self.config.eval_every == 0 or self.step >= self.stop:
@@ -523,7 +538,7 @@ class Run:
             line["hard_macs"] = macs(self.raw, round_to=self.config.round_to) / self.dense_macs
         if self.folder is not None:
             self.folder.log(line)
-            print(_progress(line, self.config), flush=True)
+            self.progress.say(epoch_line(line, self.config.target))
         if self.config.trackers:
             numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
             self.accelerator.log(numbers, step=self._global_step())
@@ -681,6 +696,7 @@ class Run:
         try:
             yield
         finally:
+            self.progress.close()
             signal.signal(signal.SIGTERM, before)
 
 
@@ -701,16 +717,3 @@ def carry_optimizer(
             elif isinstance(value, Tensor):
                 value = value.clone()
             new.state[p][key] = value
-
-
-def _progress(line: dict[str, Any], config: Config) -> str:
-    """One plain line of a run's course."""
-    parts = [f"{line['stage']:7} epoch {line['epoch']:>4}", f"{line['seconds']:6.1f} s"]
-    parts += [f"{name} {line[name]:.4f}" for name in ("task", "distill", "macro", "micro") if name in line]
-    if "top1" in line:
-        parts.append(f"top-1 {line['top1']:.2f} %")
-    if "hard_macs" in line:
-        parts.append(f"MACs {line['hard_macs']:.1%}" + (f" -> {config.target}" if config.target else ""))
-    if "temperature" in line:
-        parts.append(f"tau {line['temperature']:.2f}  undecided {line['undecided']:.0%}")
-    return "  ".join(parts)

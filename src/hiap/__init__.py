@@ -9,13 +9,16 @@ attach -> train -> extract -> save:
 """
 
 from importlib.metadata import version
+from typing import Any
 
 from hiap.attach import attach, detach, gates, parameter_groups, set_gates
+from hiap.budget import BudgetError, Controller, Floors
 from hiap.checkpoint import load, save
 from hiap.cost import Counts, MacCost, ParamCost, expected_counts, hard_counts, macs
 from hiap.errors import CheckpointError, ExtractionError, TopologyError, UnsupportedModelError
 from hiap.extract import Provenance, extract
 from hiap.gates import GRANULARITIES, Gate
+from hiap.schedule import Schedule
 from hiap.topology import BlockTopology, Topology, harden, set_topology
 
 __version__ = version("hiap")
@@ -23,13 +26,18 @@ __version__ = version("hiap")
 __all__ = [
     "GRANULARITIES",
     "BlockTopology",
+    "BudgetError",
     "CheckpointError",
+    "Config",
+    "Controller",
     "Counts",
     "ExtractionError",
+    "Floors",
     "Gate",
     "MacCost",
     "ParamCost",
     "Provenance",
+    "Schedule",
     "Topology",
     "TopologyError",
     "UnsupportedModelError",
@@ -43,7 +51,22 @@ __all__ = [
     "load",
     "macs",
     "parameter_groups",
+    "prune",
+    "read_config",
     "save",
     "set_gates",
     "set_topology",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The training phase, imported when it is asked for: it needs the extra `train`."""
+    if name == "prune":
+        from hiap.train import prune
+
+        return prune
+    if name in ("Config", "read_config"):
+        import hiap.config
+
+        return getattr(hiap.config, name)
+    raise AttributeError(f"module 'hiap' has no attribute {name!r}")

@@ -288,3 +288,13 @@ def test_the_kinds_are_what_they_say() -> None:
     assert "eps=1e-05" in str(make("clip").norm) and "QuickGELU" in str(make("clip_quickgelu"))
     assert make("qk_norm").blocks[0].attn.q_norm.weight.shape == (8,) and make("no_positions").pos_embed is None
     assert make("no_qkv_bias").blocks[0].attn.qkv.bias is None and make("no_proj_bias").blocks[0].mlp.fc2.bias is None
+
+
+def test_a_gated_model_compiles() -> None:
+    model = hiap.attach(make("layer_scale"), ALL)
+    scatter_logits(model)
+    x = images(model)
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager")(x), model(x))
+    first = torch.compile(model.train(), backend="aot_eager")(x)
+    hiap.set_gates(model, draws=0)
+    torch.testing.assert_close(model(x), first)

@@ -101,6 +101,7 @@ class Gate(nn.Module):
             return moved if moved.dtype.itemsize >= 4 else tensor.to(moved.device)
 
         super()._apply(wide, recurse)  # type: ignore[no-untyped-call]
+        self.drawn = None
         return self
 
 
@@ -132,9 +133,32 @@ class GatedLinear(nn.Linear):
         return {kind: gate for kind, gate in self.gates.items() if isinstance(gate, Gate)}
 
     def forward(self, input: Tensor) -> Tensor:
-        logits = [gate.logit for gate in self.gates.values()]
-        weight, bias = _ScaledWeight.apply(self, self.weight, self.bias, *logits)
+        gates = self.by_kind()
+        if any(gate.training for gate in gates.values()):
+            weight, bias = _ScaledWeight.apply(self, self.weight, self.bias, *[gate.logit for gate in gates.values()])
+        else:
+            _, outputs, scale = self.scales({kind: gate() for kind, gate in gates.items()})
+            weight, bias = (self.weight * scale).to(self.weight.dtype), self.bias
+            if bias is not None and outputs is not None:
+                bias = (bias * outputs.view(-1)).to(bias.dtype)
         return F.linear(input, weight, bias)
+
+    def scales(self, values: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """What gate values multiply: inputs (in_features), outputs (1) or (out_features, 1), and the weight."""
+        inputs: Tensor | None = None
+        outputs: Tensor | None = None
+        for name, z in values.items():
+            if name in WHOLE:
+                outputs = z
+            elif name == "qk_dim":
+                outputs = torch.cat([z.flatten(), z.new_ones(self.out_features - z.numel())]).unsqueeze(1)
+            else:
+                inputs = z if inputs is None else inputs * z
+        if inputs is not None:
+            inputs = inputs.expand(self.units).reshape(-1)
+        scale = outputs if inputs is None else inputs if outputs is None else inputs * outputs
+        assert scale is not None
+        return inputs, outputs, scale
 
 
 class _ScaledWeight(torch.autograd.Function):
@@ -149,19 +173,7 @@ class _ScaledWeight(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.layer = layer
         ctx.values = {name: gate.values() for name, gate in layer.by_kind().items()}
-        inputs: Tensor | None = None  # (in_features)
-        outputs: Tensor | None = None  # (1) or (out_features, 1)
-        for name, (z, _) in ctx.values.items():
-            if name in WHOLE:
-                outputs = z
-            elif name == "qk_dim":
-                outputs = torch.cat([z.flatten(), z.new_ones(layer.out_features - z.numel())]).unsqueeze(1)
-            else:
-                inputs = z if inputs is None else inputs * z
-        if inputs is not None:
-            inputs = inputs.expand(layer.units).reshape(-1)
-        scale = outputs if inputs is None else inputs if outputs is None else inputs * outputs
-        assert scale is not None
+        inputs, outputs, scale = layer.scales({name: z for name, (z, _) in ctx.values.items()})
         ctx.save_for_backward(weight, bias, inputs, outputs, scale)
         # A view, so that autograd does not take an unscaled bias for an output that is an input.
         scaled = bias.view_as(bias) if bias is not None else None
@@ -226,10 +238,13 @@ class NoiseSource:
         self.seed = seed
         self.draws = 0
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: Any) -> None:
-        recomputing = torch._C._current_graph_task_id() != -1
-        if not recomputing and any(gate.training for gate in self.gates):
+        if any(gate.training for gate in self.gates):
+            self._draw_unless_recomputing()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _draw_unless_recomputing(self) -> None:
+        if torch._C._current_graph_task_id() == -1:
             self.draw()
 
     @torch.no_grad()

@@ -18,8 +18,9 @@ from hiap.config import Config, ConfigError, read_config, recipes
 from hiap.data import Augmentation, ByteData
 from hiap.extract import slices
 from hiap.objective import Teacher, distillation, task_loss
+from hiap.start import plan
 from hiap.state import RunError, RunFolder
-from hiap.train import Run, carry_optimizer, plan, prune
+from hiap.train import Run, carry_optimizer, prune
 
 TINY = {**SMALL, "dense_epochs": 0, "ema": 0.0, "mixup": 0.0, "eval_every": 1000}
 

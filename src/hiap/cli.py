@@ -168,6 +168,10 @@ def _report(result: Any) -> None:
     rows.append(("latency, batch 32", f"{latency[0]:.2f} ms", f"{latency[1]:.2f} ms", f"{speed:.2f}x faster"))
     for row in rows:
         print(f"{row[0]:18} {row[1]:>12} {row[2]:>12}  {row[3]}")
+    search, recover = (record["course"].get(stage) for stage in ("search", "recover"))
+    if search and recover:
+        saved = recover["epochs"] * search["seconds"] / search["epochs"] - recover["seconds"]
+        print(f"training took {record['seconds']:.0f} s; at the speed before the shrink, about {saved:.0f} s more")
     print(f"realised: {speed / cut:.0%} of the MAC cut of {cut:.2f}x")
     print(f"saved in {result.folder}")
     (result.folder.parent / "report.json").write_text(json.dumps(record, indent=1) + "\n")
@@ -203,7 +207,7 @@ def measure_latency(first: Any, second: Any, batch: int = 32, rounds: int = 15) 
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from hiap.train import plan
+    from hiap.start import plan
 
     for line in plan(_config(options)):
         print(line)
@@ -215,7 +219,8 @@ def _evaluate(options: argparse.Namespace) -> int:
 
     import hiap
     from hiap.config import Config
-    from hiap.train import evaluate, load_data
+    from hiap.start import load_data
+    from hiap.train import evaluate
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = hiap.load(options.folder, device)

@@ -29,21 +29,22 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from hiap.attach import attach, gates, is_gated, parameter_groups, set_gates
-from hiap.budget import Controller, Floors, Target
+from hiap.budget import Controller
 from hiap.checkpoint import save
 from hiap.config import Config, ConfigError
-from hiap.cost import Cost, MacCost, ParamCost, expected_counts, macs
-from hiap.data import Augmentation, Data, mix_seed, open_data
+from hiap.cost import Cost, MacCost, expected_counts, macs
+from hiap.data import Data, mix_seed
 from hiap.extract import extract, slices, source_name, take
 from hiap.families import timm as family
 from hiap.families.timm import ViT
 from hiap.objective import Teacher, cost_terms, distillation, feasibility_terms, task_loss
 from hiap.progress import Progress, epoch_line
 from hiap.schedule import Schedule
+from hiap.start import dense_model, load_data, make_controller, normalisation, read_weights
 from hiap.state import RunError, RunFolder, checkpoints, load_checkpoint
 from hiap.topology import Topology, harden, set_topology
 
-__all__ = ["Result", "Run", "carry_optimizer", "evaluate", "load_data", "plan", "prune"]
+__all__ = ["Result", "Run", "carry_optimizer", "evaluate", "prune"]
 
 PROJECTIONS = 100  # times the budget moves in a run
 
@@ -71,105 +72,6 @@ def prune(config: Config, out: str | Path, *, resume: bool = False, data: Data |
     """
     config.check()
     return Run(config, out, resume, data).go()
-
-
-def dense_model(config: Config) -> ViT:
-    """The model of a configuration with its weights; its own number of classes."""
-    arguments = dict(config.model_args)
-    if config.img_size is not None:
-        arguments["img_size"] = config.img_size
-    if config.weights is not None:
-        state = _read_weights(config.weights)
-        if "head.weight" in state:
-            arguments.setdefault("num_classes", state["head.weight"].shape[0])
-        model = timm.create_model(config.model, **arguments)
-        model.load_state_dict(state)
-        return model
-    try:
-        return timm.create_model(config.model, pretrained=config.pretrained, **arguments)
-    except (OSError, RuntimeError, ValueError) as error:
-        if not config.pretrained:
-            raise
-        raise ConfigError(
-            f"the pretrained weights of {config.model} cannot be had ({error}). Pass --weights FILE, or "
-            "--no-pretrained (with --dense-epochs) to begin without"
-        ) from error
-
-
-def _read_weights(path: str) -> dict[str, Tensor]:
-    if path.endswith(".safetensors"):
-        state: dict[str, Any] = safetensors.torch.load_file(path)
-    else:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        for key in ("state_dict_ema", "state_dict", "model_ema", "model"):
-            if key in state:
-                state = state[key]
-                break
-    return {name.removeprefix("module."): tensor.float() for name, tensor in state.items()}
-
-
-def normalisation(config: Config, model: ViT) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and std of the input: the configuration's, else the model's own."""
-    own = resolve_data_config({}, model=model)
-    mean, std = config.mean or own["mean"], config.std or own["std"]
-    channels = model.patch_embed.proj.in_channels
-    if len(mean) != channels or len(std) != channels:
-        raise ConfigError(
-            f"mean and std must have {channels} values, one a channel; found {list(mean)} and {list(std)}"
-        )
-    return tuple(mean), tuple(std)
-
-
-def load_data(config: Config, model: ViT, device: torch.device) -> Data:
-    """What `config.data` names, at the model's size and normalisation."""
-    size, channels = family.image_size(model), model.patch_embed.proj.in_channels
-    augmentation = Augmentation(config.crop, config.flip, config.policy, config.erase)
-    norm = normalisation(config, model)
-    hold = config.data_device != "loader"
-    device = torch.device("cpu") if config.data_device == "cpu" and config.data != "digits" else device
-    rest = (config.seed, config.workers, config.strict_data, channels, hold)
-    return open_data(config.data, size, norm, augmentation, device, *rest)
-
-
-def plan(config: Config) -> list[str]:
-    """What a run would do, in lines; nothing is trained or written.
-
-    Raises:
-        ConfigError, BudgetError, UnsupportedModelError: what the run itself would refuse.
-    """
-    config.check()
-    model = dense_model(config)
-    data = load_data(config, model, torch.device("cpu"))
-    if model.num_classes != data.classes:
-        model.reset_classifier(data.classes)
-    kinds = config.gate_kinds(any(site.qk_norm for site in family.sites(model)))
-    dense = macs(model)
-    gated = attach(model, kinds, config.keep_blocks)
-    per_epoch = data.train_size // config.batch_size
-    lines = [
-        f"model    {config.model}: {dense / 1e9:.4f} G MACs, {len(family.sites(model))} blocks",
-        f"data     {data.train_size} training and {data.val_size} validation images, {data.classes} classes",
-        f"gates    {sum(gate.logit.numel() for gate in gates(gated))} ({', '.join(kinds)})",
-        f"run      {config.epochs} epochs of {per_epoch} steps",
-    ]
-    if config.target:
-        controller = make_controller(gated, config, dense, config.epochs * per_epoch)
-        whole = controller.dense_cost
-        lines.append(f"reach    {controller.low / whole:.1%} to 100% of the dense cost")
-        lines.append(f"target   {config.target} = {controller.target / whole:.1%} ({controller.target / 1e9:.4g} G)")
-    return lines
-
-
-def make_controller(model: ViT, config: Config, dense_macs: int, steps: int) -> Controller:
-    """The controller of a configuration's target."""
-    assert config.target is not None
-    target = Target.parse(config.target)
-    cost: Cost = ParamCost(model) if target.unit == "params" else MacCost(model)
-    value = target.value * dense_macs if target.unit == "share" else target.value
-    floors = Floors(config.min_heads, config.min_value_dims, config.min_neurons)
-    window = max(10, round(config.gate_window * steps))
-    ratio = (config.ratio[0], config.ratio[1])
-    return Controller(model, cost, value, ratio, floors, config.round_to, config.gate_mode, window)
 
 
 @torch.no_grad()
@@ -309,7 +211,7 @@ class Run:
                 f"the teacher {config.teacher} cannot be had ({error}). Pass --teacher-weights FILE, or --teacher self"
             ) from error
         if config.teacher_weights is not None:
-            model.load_state_dict(_read_weights(config.teacher_weights))
+            model.load_state_dict(read_weights(config.teacher_weights))
         if getattr(model, "num_classes", None) != self.data.classes:
             raise ConfigError(f"the teacher has {model.num_classes} classes, the data {self.data.classes}")
         own = resolve_data_config({}, model=model)
@@ -521,6 +423,9 @@ class Run:
 
     def _log(self, stage: str, terms: dict[str, Tensor], seconds: float) -> None:
         epoch = self.step // self.per_epoch
+        course = self.record.setdefault("course", {}).setdefault(stage, {"epochs": 0, "seconds": 0.0})
+        course["epochs"] += 1
+        course["seconds"] += seconds
         line: dict[str, Any] = {
             "stage": stage,
             "step": self._global_step(),

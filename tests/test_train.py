@@ -143,12 +143,31 @@ def test_shrinking_in_flight_changes_nothing() -> None:
     hiap.set_gates(model, temperature=1e-3, noise_scale=0.0)
     for _ in range(2):
         big_loss, small_loss = model(x).square().sum(), small(x).square().sum()
-        assert float(small_loss) == pytest.approx(float(big_loss), rel=1e-10)
+        assert small_loss.item() == pytest.approx(big_loss.item(), rel=1e-10)
         for loss, one in ((big_loss, optimizer), (small_loss, after)):
             loss.backward()
             one.step()
             one.zero_grad()
-    assert float(small(x).square().sum()) == pytest.approx(float(model(x).square().sum()), rel=1e-9)
+    assert small(x).square().sum().item() == pytest.approx(model(x).square().sum().item(), rel=1e-9)
+
+
+def test_a_training_loop_of_ones_own() -> None:
+    from conftest import images, make
+
+    model, steps = make(embed_dim=32, num_heads=4).train(), 40
+    weights = list(model.parameters())
+    hiap.attach(model)
+    schedule = hiap.Schedule(total=steps, freeze=steps * 3 // 10)
+    budget = hiap.Controller(model, hiap.MacCost(model), target=0.5 * hiap.macs(model))
+    optimizer = torch.optim.AdamW(weights, lr=1e-4)
+    for step in range(schedule.freeze):
+        model(images(model)).square().sum().backward()
+        optimizer.step()
+        model.zero_grad()
+        budget.observe()
+        budget.project(schedule.budget(step + 1, budget.dense_cost, budget.target), schedule.sharpness(step + 1))
+    compact = hiap.extract(model, budget.decide())
+    assert 0.95 * budget.target < hiap.macs(compact) <= budget.target
 
 
 def test_distillation_and_mixed_targets() -> None:
@@ -194,9 +213,10 @@ class TestReliability:
         return done
 
     @pytest.fixture(scope="class")
-    def whole(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    @classmethod
+    def whole(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
         out = tmp_path_factory.mktemp("whole") / "run"
-        self.run(out)
+        cls.run(out)
         return out
 
     @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-OPTIONS = ["--dense-epochs", "2", "--epochs", "20", "--checkpoint-every", "7", "--ema", "0.99", "--mixup", "0.2"]
+OPTIONS = ["--dense-epochs", "1", "--epochs", "6", "--checkpoint-every", "7", "--ema", "0.99", "--mixup", "0.2"]
 
 
 def start(out: Path, resume: bool) -> subprocess.Popen[bytes]:

@@ -243,6 +243,13 @@ class TestReliability:
         for a, b in zip(*lines, strict=True):
             assert all(b[key] == value for key, value in a.items() if key not in ("seconds", "images_per_s"))
 
+    def test_a_killed_run_without_shrink_ends_bit_identical(self, tmp_path: Path) -> None:
+        self.run(tmp_path / "whole", "shrink=False")
+        self.run(tmp_path / "killed", "shrink=False", "--kill-step=recover:14:SIGKILL", check=-signal.SIGKILL)
+        self.run(tmp_path / "killed", "shrink=False", "--resume")
+        first, second = (load_file(tmp_path / name / "compact/model.safetensors") for name in ("whole", "killed"))
+        assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
     def test_sigterm_saves_and_the_run_goes_on(self, whole: Path, tmp_path: Path) -> None:
         out = tmp_path / "run"
         self.run(out, "--kill-step=search:4:SIGTERM", check=143)

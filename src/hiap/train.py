@@ -178,10 +178,8 @@ class Run:
     def _prepare(self) -> None:
         config = self.config
         learned = self.stage == "search" and not (config.target and config.gate_mode == "importance")
-        groups = parameter_groups(self.raw, config.weight_decay, config.gate_lr if learned else 0.0)
-        groups = [group for group in groups if group["params"]]
-        if not learned and is_gated(self.raw):
-            groups = groups[:-1]
+        *groups, logits = parameter_groups(self.raw, config.weight_decay, config.gate_lr)
+        groups = [group for group in (*groups, logits) if group["params"] and (learned or group is not logits)]
         peak = config.dense_lr if self.stage == "dense" else config.lr
         self.optimizer = create_optimizer_v2(groups, opt=config.opt, lr=peak, weight_decay=config.weight_decay)
         epochs = config.dense_epochs if self.stage == "dense" else config.epochs

@@ -38,10 +38,6 @@ class Progress:
             self._live = Live("", refresh_per_second=4, transient=True)
             self._live.start()
 
-    @property
-    def live(self) -> bool:
-        return self._live is not None
-
     def show(self, stage: str, done: int, total: int, images: int, terms: dict[str, float], rate: float) -> None:
         """Update the line.
 

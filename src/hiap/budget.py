@@ -278,7 +278,7 @@ class Controller:
         least = self._pad(max(math.ceil(self.floors.neurons * full), 1), full)
         return max(self._pad((now.neurons or 0) - self.round_to, full), least)
 
-    def _price(self, index: int, now: Widths, then: Widths) -> int:
+    def _price(self, index: int, now: Widths, then: Widths) -> float:
         return self.cost.block(self.sites[index], then) - self.cost.block(self.sites[index], now)
 
     def worths(self) -> Worths:
@@ -292,7 +292,7 @@ class Controller:
         parts = dict(zip(map(id, self.all_gates), self._split(self.importance.cpu().double()), strict=True))
         result = []
         for site, kinds in zip(self.sites, self.kinds, strict=True):
-            price = self._prices(
+            price = self.cost.prices(
                 site, {k: torch.sigmoid(logits[id(gate)]).view(gate.shape) for k, gate in kinds.items()}
             )
             result.append(
@@ -304,23 +304,6 @@ class Controller:
                 }
             )
         return result
-
-    def _prices(self, site: family.Site, p: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What closing each unit would save now, given how far its parts are open."""
-        head, value_dim, qk_dim, neuron = self.cost.unit_costs(site, "qk_dim" in p)
-        heads, neurons, w = site.widths.heads or 0, site.widths.neurons or 0, site.widths
-        one = torch.ones(1, dtype=torch.float64)
-        values = p.get("value_dim", one).expand(heads, w.value_dim).sum(1, keepdim=True)
-        queries = p.get("qk_dim", one).expand(heads, w.qk_dim).sum(1, keepdim=True)
-        by_head = head + value_dim * values + qk_dim * queries
-        return {
-            "head": by_head,
-            "value_dim": one * value_dim,
-            "qk_dim": one * qk_dim,
-            "neuron": one * neuron,
-            "attention": (by_head * p.get("head", one)).sum().clamp(min=1.0),
-            "block": (neuron * p.get("neuron", one).expand(neurons).sum()).clamp(min=1.0),
-        }
 
     def _rankings(self, worths: Worths) -> Ranking:
         return [_Ranked(worth, site.widths.heads or 0) for worth, site in zip(worths, self.sites, strict=True)]

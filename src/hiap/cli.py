@@ -1,4 +1,4 @@
-"""The `hiap` command: prune, plan, evaluate, info."""
+"""The `hiap` command: prune, plan, evaluate, info, bench, measure."""
 
 from __future__ import annotations
 
@@ -20,6 +20,17 @@ PRUNE_EXAMPLES = """examples:
   hiap prune --model deit_small_patch16_224 --data imagenet/ --target 3.1G --epochs 300 --out runs/deit_s
   hiap prune --model vit_tiny_patch16_224 --weights my.safetensors --img-size 128 --data photos/ --target 42%
   accelerate launch -m hiap prune --config deit_base_imagenet --data imagenet/ --out runs/deit_b
+"""
+
+BENCH_EXAMPLES = """examples:
+  hiap bench runs/deit_s/compact
+  hiap bench runs/mine/compact --precision bf16 --batch 1,64 --mode compile+graph --json speed.json
+  hiap bench --model deit_base_patch16_224 --topology deit_base_7.4g --paper
+"""
+
+MEASURE_EXAMPLES = """example:
+  hiap measure --model deit_base_patch16_224 --device cuda --dtype bf16 --batch 256 -o h200.json
+  hiap prune --model deit_base_patch16_224 --data imagenet/ --target 2.0x --cost h200.json
 """
 
 
@@ -88,7 +99,45 @@ def _parser() -> argparse.ArgumentParser:
         "example:\n  hiap info runs/deit_s/compact",
     )
     info.add_argument("folder", help="a folder written by hiap.save")
+    _add_bench(add("bench", _bench, "Time a compact model against its dense one, side by side.", BENCH_EXAMPLES))
+    _add_measure(add("measure", _measure, "Time the parts of a model over a grid of widths.", MEASURE_EXAMPLES))
     return parser
+
+
+def _add_bench(command: argparse.ArgumentParser) -> None:
+    command.add_argument("folder", nargs="?", help="a folder written by hiap.save; or give --model and --topology")
+    command.add_argument("--against", default="dense", help="'dense' (default), 'none', or the folder of another model")
+    command.add_argument("--model", help="timm name of a dense model, with random weights")
+    command.add_argument("--topology", help="what to keep of it: a JSON file, deit_base_10.1g or deit_base_7.4g")
+    command.add_argument("--img-size", type=int, help="input size of --model")
+    command.add_argument("--round-to", type=int, default=8, help="multiple that its widths are rounded to (default 8)")
+    command.add_argument("--device", help="cuda or cpu; CUDA by default where there is any")
+    command.add_argument("--batch", type=_listed(int), default=[1, 256], metavar="A,B", help="(default 1,256)")
+    command.add_argument(
+        "--precision", type=_listed(str), metavar="A,B", help="of fp32, tf32, bf16, fp16 (default fp32,bf16; CPU: fp32)"
+    )
+    command.add_argument(
+        "--mode",
+        type=_listed(str),
+        metavar="A,B",
+        help="of eager, compile, graph, compile+graph (default eager,compile; CPU: eager)",
+    )
+    command.add_argument("--warmup", type=int, default=10, help="untimed runs (default 10)")
+    command.add_argument("--runs", type=int, default=50, help="timed runs of each network (default 50)")
+    command.add_argument(
+        "--paper", action="store_true", help="the paper's protocol: fp32, batch 1,256, eager, 50 + 100"
+    )
+    command.add_argument("--json", help="write all figures here")
+
+
+def _add_measure(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", required=True, help="timm name of the dense model; its weights do not matter")
+    command.add_argument("--img-size", type=int, help="input size; the model's own by default")
+    command.add_argument("--device", help="cuda or cpu; CUDA by default where there is any")
+    command.add_argument("--dtype", default="bf16", help="fp32, tf32, bf16 or fp16 (default bf16)")
+    command.add_argument("--batch", type=int, default=256, help="images at a time (default 256)")
+    command.add_argument("--unit", default="ms", help="ms, or mJ where the GPU reports energy (default ms)")
+    command.add_argument("-o", "--output", required=True, help="JSON file to write")
 
 
 def _add_options(command: argparse.ArgumentParser) -> None:
@@ -252,6 +301,77 @@ def _info(options: argparse.Namespace) -> int:
         cells = [site.widths.heads, site.widths.qk_dim, site.widths.value_dim, site.widths.neurons]
         heads, qk_dim, value_dim, neurons = ("-" if cell is None else str(cell) for cell in cells)
         print(f"{i:5}  {heads:>5}  {qk_dim:>6}  {value_dim:>9}  {neurons:>7}")
+    return 0
+
+
+def _device(name: str | None) -> Any:
+    import torch
+
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("there is no CUDA device here; pass --device cpu")
+    return device
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from hiap.bench import bench, record, table
+
+    device = _device(options.device)
+    on_gpu = device.type == "cuda"
+    networks = _networks(options)
+    settings = {
+        "batches": options.batch,
+        "precisions": options.precision or (["fp32", "bf16"] if on_gpu else ["fp32"]),
+        "modes": options.mode or (["eager", "compile"] if on_gpu else ["eager"]),
+        "warmup": options.warmup,
+        "repeat": options.runs,
+    }
+    if options.paper:
+        settings = {"batches": [1, 256], "precisions": ["fp32"], "modes": ["eager"], "warmup": 50, "repeat": 100}
+    rows = bench(networks, device, say=lambda text: print(f"timing {text}", file=sys.stderr), **settings)
+    found = record(rows, device, settings)
+    print(f"{found['device']}, torch {found['torch']}")
+    print(table(rows, next(iter(networks))))
+    if options.json:
+        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def _networks(options: argparse.Namespace) -> dict[str, Any]:
+    """What a bench compares; the first is the base."""
+    import hiap
+    from hiap.bench import dense_like, find_topology
+
+    if (options.folder is None) == (options.model is None) or (options.model is None) != (options.topology is None):
+        raise ValueError("give either a folder, or both --model and --topology")
+    if options.model:
+        dense = _random_model(options)
+        return {"dense": dense, "compact": hiap.extract(dense, find_topology(options.topology), options.round_to)}
+    compact = hiap.load(options.folder)
+    if options.against == "none":
+        return {"compact": compact}
+    if options.against == "dense":
+        return {"dense": dense_like(compact), "compact": compact}
+    return {options.against: hiap.load(options.against), "compact": compact}
+
+
+def _random_model(options: argparse.Namespace) -> Any:
+    import timm
+
+    return timm.create_model(options.model, **({"img_size": options.img_size} if options.img_size else {})).eval()
+
+
+def _measure(options: argparse.Namespace) -> int:
+    from hiap.latency import measure
+
+    device, start = _device(options.device), time.perf_counter()
+    model = _random_model(options).to(device)
+    found = measure(model, device, options.dtype, options.batch, options.unit, options.model, say=print)
+    found.save(options.output)
+    print(
+        f"{found.device}, {found.precision}, batch {found.batch}: the dense model takes {found.dense:.3f} {found.unit}"
+    )
+    print(f"saved in {options.output}, after {time.perf_counter() - start:.0f} s")
     return 0
 
 

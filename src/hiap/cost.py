@@ -1,7 +1,7 @@
 """What a network costs: multiply-accumulates, counted one for each multiply-add (paper, section 3.2).
 
-`macs` is the exact count of a network as it is. `MacCost` is the differentiable cost of its gates: linear in the
-expected number of open heads, value dims, q/k dims and neurons of each block.
+`macs` is the exact count of a network as it is. A `Cost` is the differentiable cost of its gates; `MacCost` and
+`ParamCost` are linear in the expected number of open heads, value dims, q/k dims and neurons of each block.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from hiap.topology import Topology, harden
 __all__ = [
     "Cost",
     "Counts",
+    "LinearCost",
     "MacCost",
     "ParamCost",
     "expected_counts",
     "hard_counts",
-    "joint_counts",
     "macs",
     "macs_of_widths",
+    "open_units",
 ]
 
 ImageSize = int | tuple[int, int] | None
@@ -76,16 +77,11 @@ class Counts:
 def expected_counts(model: nn.Module) -> Counts:
     """The expected numbers of open units of a gated model, differentiable in its logits.
 
-    The noise of the gates is independent, so the expectation of a product is the product of the probabilities.
+    The noise of the gates is independent, so the expectation of a product is the product of the probabilities. What has
+    no gate is open.
     """
+    probabilities = [{k: gate.probability() for k, gate in kinds.items()} for kinds in gates_by_block(model)]
     widths = [site.widths for site in family.sites(model)]
-    return joint_counts(
-        [{k: gate.probability() for k, gate in kinds.items()} for kinds in gates_by_block(model)], widths
-    )
-
-
-def joint_counts(probabilities: Sequence[dict[str, Tensor]], widths: Sequence[Widths]) -> Counts:
-    """Expected numbers of open units from the probabilities of each block's gates; what has no gate is open."""
     some = next((p for block in probabilities for p in block.values()), torch.ones(1, dtype=torch.float64))
     one = torch.ones(1, device=some.device, dtype=some.dtype)
     rows = []
@@ -119,14 +115,52 @@ def hard_counts(topology: Topology) -> Counts:
 
 
 class Cost:
-    """A cost that is linear in the open units: `fixed + macro(counts) + micro(counts)`.
+    """What a network costs, additive over its blocks: `fixed + macro(counts) + micro(counts)`.
+
+    Attributes:
+        outside: cost of everything but the blocks.
+        fixed: cost of what no gate can remove: stem, classifier, protected blocks, ungated units.
+        dense: the prunable cost with everything open; losses are divided by it.
+    """
+
+    outside: float
+    fixed: float
+    dense: float
+
+    def block(self, site: Site, widths: Widths) -> float:
+        """Exact cost of a block of these widths; it never falls when a width grows."""
+        raise NotImplementedError
+
+    def macro(self, counts: Counts) -> Tensor:
+        """Cost of open heads whatever their width."""
+        raise NotImplementedError
+
+    def micro(self, counts: Counts) -> Tensor:
+        """Cost of what heads and FFNs have in them."""
+        raise NotImplementedError
+
+    def prices(self, site: Site, p: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What closing each unit of a block would save, given the probabilities that its gates are open.
+
+        Returns:
+            One tensor for each kind of gate, of its shape or one value for all its units.
+        """
+        raise NotImplementedError
+
+    def total(self, counts: Counts) -> Tensor:
+        """Cost of the whole network."""
+        return self.fixed + self.macro(counts) + self.micro(counts)
+
+    def of_widths(self, model: nn.Module, widths: Sequence[Widths]) -> float:
+        """Cost of the whole network, were its blocks of these widths."""
+        return self.outside + sum(self.block(site, one) for site, one in zip(family.sites(model), widths, strict=True))
+
+
+class LinearCost(Cost):
+    """A cost that is linear in the open units.
 
     Args:
         model: a gated model (or an ungated one, of which everything counts as prunable).
-
-    Attributes:
-        fixed: cost of what no gate can remove: stem, classifier, protected blocks, ungated units.
-        dense: the prunable cost with everything open; losses are divided by it.
     """
 
     def __init__(self, model: nn.Module, outside: float) -> None:
@@ -156,10 +190,6 @@ class Cost:
         """Cost of a head (its fixed part), a value dim, a q/k dim (0 where heads carry it) and a neuron."""
         raise NotImplementedError
 
-    def block(self, site: Site, widths: Widths) -> int:
-        """Exact cost of a block of these widths."""
-        raise NotImplementedError
-
     def macro(self, counts: Counts) -> Tensor:
         """Cost of open heads whatever their width; empty where q/k dims are gated."""
         return _dot(self._head, counts.heads)
@@ -172,12 +202,33 @@ class Cost:
             + _dot(self._neuron, counts.neurons)
         )
 
-    def total(self, counts: Counts) -> Tensor:
-        """Cost of the whole network."""
-        return self.fixed + self.macro(counts) + self.micro(counts)
+    def prices(self, site: Site, p: dict[str, Tensor]) -> dict[str, Tensor]:
+        head, value_dim, qk_dim, neuron = self.unit_costs(site, "qk_dim" in p)
+        one = torch.ones(1, dtype=torch.float64)
+        now = open_units(site.widths, p)
+        by_head = head + value_dim * now["value_dim"] + qk_dim * now["qk_dim"]
+        return {
+            "head": by_head,
+            "value_dim": one * value_dim,
+            "qk_dim": one * qk_dim,
+            "neuron": one * neuron,
+            "attention": (by_head * p.get("head", one)).sum().clamp(min=1.0),
+            "block": (neuron * now["neuron"]).clamp(min=1.0),
+        }
 
 
-class MacCost(Cost):
+def open_units(widths: Widths, p: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Expected open units inside a block's branches: dims of each head (H, 1), heads and neurons."""
+    heads, one = widths.heads or 0, torch.ones(1, dtype=torch.float64)
+    return {
+        "head": p.get("head", one).expand(heads, 1).sum(),
+        "value_dim": p.get("value_dim", one).expand(heads, widths.value_dim).sum(1, keepdim=True),
+        "qk_dim": p.get("qk_dim", one).expand(heads, widths.qk_dim).sum(1, keepdim=True),
+        "neuron": p.get("neuron", one).expand(widths.neurons or 0).sum(),
+    }
+
+
+class MacCost(LinearCost):
     """Multiply-accumulates of one image.
 
     Args:
@@ -206,7 +257,7 @@ class MacCost(Cost):
         return _block_macs(self.tokens, site.dim, widths)
 
 
-class ParamCost(Cost):
+class ParamCost(LinearCost):
     """Parameters. Linear in the units but for what goes with a whole branch (norm, bias, layer scale)."""
 
     def __init__(self, model: nn.Module) -> None:

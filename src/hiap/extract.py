@@ -21,7 +21,19 @@ from hiap.families.timm import ViT
 from hiap.gates import GRANULARITIES
 from hiap.topology import BlockTopology, Topology, harden, set_topology
 
-__all__ = ["TOLERANCE", "Provenance", "extract", "probe", "shrink", "slices", "source_name", "take"]
+__all__ = [
+    "TOLERANCE",
+    "Provenance",
+    "difference",
+    "extract",
+    "probe",
+    "probe_images",
+    "rebuild",
+    "shrink",
+    "slices",
+    "source_name",
+    "take",
+]
 
 # Largest difference allowed, relative to the largest output. Other GEMM shapes round otherwise, and some norms compute
 # in float32 whatever they are given.
@@ -72,10 +84,25 @@ def extract(model: nn.Module, topology: Topology | None = None, round_to: int = 
         topology.check(model)
         reference = _gated(model, topology)
     source: ViT = detach(copy.deepcopy(model))
-    tensors = source.state_dict()
-    trainable = {name: p.requires_grad for name, p in source.named_parameters()}
     origin = source.hiap.dense if isinstance(getattr(source, "hiap", None), Provenance) else topology.dense
     widths = [block.widths(old, round_to) for block, old in zip(topology.blocks, topology.dense, strict=True)]
+    compact = rebuild(source, topology, widths)
+    for module in compact.modules():
+        for hooks in [value for name, value in vars(module).items() if name.endswith("_hooks")]:
+            hooks.clear()
+    measured, tolerance = _verify(reference, compact)
+    compact.hiap = Provenance(topology, origin, round_to, measured, tolerance)
+    return compact
+
+
+def rebuild(source: ViT, topology: Topology, widths: Sequence[Widths]) -> ViT:
+    """Replace the blocks of an ungated model by compact ones that hold what a topology keeps, in place.
+
+    Args:
+        widths: of the new blocks; where they exceed what is kept, zeros fill them.
+    """
+    tensors = source.state_dict()
+    trainable = {name: p.requires_grad for name, p in source.named_parameters()}
     cuts = slices(topology, widths)
     compact = shrink(source, widths)
     state = {}
@@ -85,11 +112,6 @@ def extract(model: nn.Module, topology: Topology | None = None, round_to: int = 
     compact.load_state_dict(state, strict=True, assign=True)
     for name, p in compact.named_parameters():
         p.requires_grad_(trainable[source_name(name, tensors)])
-    for module in compact.modules():
-        for hooks in [value for name, value in vars(module).items() if name.endswith("_hooks")]:
-            hooks.clear()
-    measured, tolerance = _verify(reference, compact)
-    compact.hiap = Provenance(topology, origin, round_to, measured, tolerance)
     return compact
 
 
@@ -170,7 +192,7 @@ def _verify(reference: ViT, compact: ViT) -> tuple[float, float]:
     The check runs in float64, where rounding is far from any mistake, or in float32 on devices that lack it.
     """
     dtype = torch.float32 if next(compact.parameters()).device.type == "mps" else torch.float64
-    measured = _difference(reference, compact, dtype)
+    measured = difference(probe(reference, dtype), probe(compact, dtype))
     if not measured <= TOLERANCE[dtype]:
         raise ExtractionError(
             f"the extracted network does not reproduce the gated one: they differ by {measured:.3g} of the "
@@ -180,10 +202,12 @@ def _verify(reference: ViT, compact: ViT) -> tuple[float, float]:
     return measured, TOLERANCE[dtype]
 
 
-def _difference(first: ViT, second: ViT, dtype: torch.dtype) -> float:
-    """Largest difference of features and logits, relative to the largest of the first; NaN if one is NaN."""
-    pairs = zip(probe(first, dtype), probe(second, dtype), strict=True)
-    relative = [(a - b).abs().max() / a.abs().max().clamp(min=torch.finfo(dtype).tiny) for a, b in pairs]
+def difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
+    """Largest difference of tensors, relative to the largest value of the first; NaN if one is NaN."""
+    relative = [
+        (a - b).abs().max() / a.abs().max().clamp(min=torch.finfo(a.dtype).tiny)
+        for a, b in zip(first, second, strict=True)
+    ]
     return float(torch.stack(relative).max())
 
 
@@ -191,9 +215,14 @@ def _difference(first: ViT, second: ViT, dtype: torch.dtype) -> float:
 def probe(model: ViT, dtype: torch.dtype, images: int = 2) -> tuple[Tensor, Tensor]:
     """Features and logits of a copy of the model, in eval and this dtype, on fixed random images."""
     model = copy.deepcopy(model).to(dtype).eval()
-    generator = torch.Generator("cpu").manual_seed(0)
-    shape = (images, model.patch_embed.proj.in_channels, *family.image_size(model))
-    x = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(next(model.parameters()))
+    x = probe_images(model, images).to(next(model.parameters()))
     with torch.autocast(x.device.type, enabled=False):
         features = model.forward_features(x)
         return features, model.forward_head(features)
+
+
+def probe_images(model: ViT, images: int) -> Tensor:
+    """Random images, always the same, of the size a model takes: float64 on the CPU."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    shape = (images, model.patch_embed.proj.in_channels, *family.image_size(model))
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")

@@ -157,10 +157,15 @@ class Topology:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Topology:
         """Read what `save` wrote."""
+        return cls.loads(Path(path).read_bytes(), os.fspath(path))
+
+    @classmethod
+    def loads(cls, text: str | bytes, source: str = "the text") -> Topology:
+        """Read JSON; `source` names it in errors."""
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise TopologyError(f"{os.fspath(path)} is not valid JSON: {error}") from error
+            raise TopologyError(f"{source} is not valid JSON: {error}") from error
         return cls.from_json(data)
 
     def check(self, model: nn.Module) -> None:

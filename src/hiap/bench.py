@@ -95,7 +95,7 @@ def bench(
     rows = []
     costs = {name: macs(model) for name, model in networks.items()}
     for name in precisions:
-        with precision(name) as dtype, torch.inference_mode():
+        with precision(name) as dtype, torch.no_grad():
             cast: dict[str, ViT] = {}
             for key, model in networks.items():
                 cast[key] = copy.deepcopy(model).to(device, dtype).eval()
@@ -108,8 +108,9 @@ def bench(
                 for mode in modes:
                     say(f"{name}, batch {batch}, {mode}")
                     torch.compiler.reset()
-                    runs = [runner(model, x, mode) for model in cast.values()]
-                    times = timings(runs, device, warmup, repeat)
+                    with torch.inference_mode():
+                        runs = [runner(model, x, mode) for model in cast.values()]
+                        times = timings(runs, device, warmup, repeat)
                     for key, found in zip(cast, times, strict=True):
                         ms = statistics.median(found)
                         cost = costs[key.removesuffix(", optimised")]
@@ -127,11 +128,11 @@ def _spread(found: Sequence[float]) -> float:
     return quartiles[2] - quartiles[0]
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the names of the operators that run."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

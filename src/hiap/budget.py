@@ -83,7 +83,7 @@ class Target:
     """A budget as a user writes it.
 
     Attributes:
-        unit: "macs", "share" (of the dense model's total MACs) or "params".
+        unit: "macs", "params", "ms" or "mJ"; "share" (of the dense model's cost) or "x" (times cheaper than it).
     """
 
     value: float
@@ -91,22 +91,31 @@ class Target:
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """From "7.4G", "850M", "42%" or "1.2M params".
+        """From "7.4G", "850M", "42%", "1.2M params", "1.8ms", "900mJ" or "2.0x".
 
         Raises:
             BudgetError: with the forms that are read.
         """
-        found = re.fullmatch(r"\s*([0-9.]+)\s*(%|[KMG]?)\s*(macs|params|)\s*", text, re.IGNORECASE)
+        number, amount, unit = r"([0-9.]+)\s*", r"([KMG]?)\s*(macs|params|)", r"(%|x|ms|mj)"
+        found = re.fullmatch(rf"\s*{number}(?:{unit}|{amount})\s*", text, re.IGNORECASE)
         try:
             value = float(found[1]) if found else -1.0
         except ValueError:
             value = -1.0
-        if not found or value <= 0 or (found[2] == "%" and found[3]):
-            raise BudgetError(f"target {text!r} is not a budget; write it as 7.4G, 850M, 42% or '1.2M params'")
-        if found[2] == "%":
-            return cls(value / 100, "share")
-        scale = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9}[found[2].upper()]
-        return cls(value * scale, "params" if found[3].lower() == "params" else "macs")
+        if not found or value <= 0:
+            raise BudgetError(
+                f"target {text!r} is not a budget; write it as 7.4G, 850M, 42% or '1.2M params', or with --cost as "
+                "1.8ms or 2.0x"
+            )
+        if found[2]:
+            unit = {"%": "share", "x": "x", "ms": "ms", "mj": "mJ"}[found[2].lower()]
+            return cls(value / 100 if unit == "share" else value, unit)
+        scale = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9}[found[3].upper()]
+        return cls(value * scale, "params" if found[4].lower() == "params" else "macs")
+
+    def absolute(self, dense: float) -> float:
+        """The target in the unit of the cost, given that of the dense model."""
+        return {"share": self.value * dense, "x": dense / self.value}.get(self.unit, self.value)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,12 @@ class Config:
     cutmix: float = _option(0.0, "cutmix alpha; 0 is off")
     smoothing: float = _option(0.0, "label smoothing")
     # what may go, and how much
-    target: str | None = _option(None, "budget: 7.4G, 42%, '1.2M params'. A percentage is of the dense model's MACs")
+    target: str | None = _option(
+        None, "budget: 7.4G, 42% (of the dense model's MACs), '1.2M params'; with cost: 1.8ms, 2.0x"
+    )
+    cost: str | None = _option(
+        None, "table of `hiap measure`: the target is in its unit, a share of its dense model, or x"
+    )
     lambda_macro: float | None = _option(None, "the paper's penalty on heads, instead of a target")
     lambda_micro: float | None = _option(None, "the paper's penalty on value dims and neurons, instead of a target")
     accounting: str = _option("exact", "cost of the penalties: 'exact' or 'paper'")
@@ -123,9 +128,15 @@ class Config:
         wrong = [f"{name} must be {need}; found {getattr(self, name)!r}" for name, need, ok in self._rules() if not ok]
         if self.target is not None:
             try:
-                Target.parse(self.target)
+                unit = Target.parse(self.target).unit
+                if (self.cost is None and unit in ("ms", "mJ", "x")) or (self.cost and unit in ("macs", "params")):
+                    wrong.append(
+                        f"target {self.target!r} " + ("needs" if self.cost is None else "does not go with") + " cost"
+                    )
             except BudgetError as error:
                 wrong.append(str(error))
+        elif self.cost is not None:
+            wrong.append("cost needs a target, such as 1.8ms or 2.0x")
         if (self.target is None) == (self.lambda_macro is None and self.lambda_micro is None):
             wrong.append("give either target, or lambda_macro and lambda_micro")
         if "qk_dim" in (self.granularities or ()) and (self.lambda_macro or (self.target and len(set(self.ratio)) > 1)):
@@ -176,20 +187,22 @@ class Config:
             ("data_device", "loader, cpu or cuda", self.data_device in ("loader", "cpu", "cuda")),
             ("dense_epochs", "at least 0", self.dense_epochs >= 0),
             ("workers", "at least 0", self.workers >= 0),
-            ("weights", "a file that exists", self.weights is None or Path(self.weights).is_file()),
-            (
-                "teacher_weights",
-                "a file that exists",
-                self.teacher_weights is None or Path(self.teacher_weights).is_file(),
+            *(
+                (name, "a file that exists", _file(getattr(self, name)))
+                for name in ("weights", "teacher_weights", "cost")
             ),
         ]
 
     def gate_kinds(self, qk_norm: bool) -> tuple[str, ...]:
-        """What has gates. Q/k dims join by default where a target weights both kinds alike and the model allows it."""
+        """What has gates: by default the paper's four, and more with a target.
+
+        Q/k dims join where the ratio weights both kinds alike and the model allows it; whole attention branches where
+        the cost is measured, since their norms and launches go with them.
+        """
         if self.granularities is not None:
             return tuple(self.granularities)
         joined = self.target is not None and len(set(self.ratio)) == 1 and not qk_norm
-        return (*PAPER, "qk_dim") if joined else PAPER
+        return (*PAPER, *(["qk_dim"] if joined else []), *(["attention"] if self.cost else []))
 
     def to_yaml(self) -> str:
         text: str = yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)

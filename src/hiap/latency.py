@@ -25,7 +25,7 @@ from hiap.families import timm as family
 from hiap.families.timm import Site, ViT
 from hiap.timing import PRECISIONS, Run, device_name, graphed, materialise, precision, timings
 
-__all__ = ["LatencyCost", "LatencyError", "LatencyTable", "measure", "network_time"]
+__all__ = ["UNITS", "LatencyCost", "LatencyError", "LatencyTable", "measure", "network_time"]
 
 FORMAT = 1
 UNITS = ("ms", "mJ")

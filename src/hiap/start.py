@@ -17,6 +17,7 @@ from hiap.cost import Cost, MacCost, ParamCost, macs
 from hiap.data import Augmentation, Data, open_data
 from hiap.families import timm as family
 from hiap.families.timm import ViT
+from hiap.latency import UNITS, LatencyCost
 
 __all__ = ["dense_model", "load_data", "make_controller", "normalisation", "plan", "read_weights"]
 
@@ -101,19 +102,26 @@ def plan(config: Config) -> list[str]:
         f"run      {config.epochs} epochs of {per_epoch} steps",
     ]
     if config.target:
-        controller = make_controller(gated, config, dense, config.epochs * per_epoch)
+        controller = make_controller(gated, config, config.epochs * per_epoch)
         whole = controller.dense_cost
         lines.append(f"reach    {controller.low / whole:.1%} to 100% of the dense cost")
-        lines.append(f"target   {config.target} = {controller.target / whole:.1%} ({controller.target / 1e9:.4g} G)")
+        amount = f"{controller.target:.4g} of {whole:.4g}" if config.cost else f"{controller.target / 1e9:.4g} G"
+        lines.append(f"target   {config.target} = {controller.target / whole:.1%} ({amount})")
     return lines
 
 
-def make_controller(model: ViT, config: Config, dense_macs: int, steps: int) -> Controller:
+def make_controller(model: ViT, config: Config, steps: int) -> Controller:
     """The controller of a configuration's target."""
     assert config.target is not None
     target = Target.parse(config.target)
-    cost: Cost = ParamCost(model) if target.unit == "params" else MacCost(model)
-    value = target.value * dense_macs if target.unit == "share" else target.value
+    cost: Cost
+    if config.cost:
+        cost = LatencyCost.load(config.cost, model)
+        if target.unit in UNITS and target.unit != cost.table.unit:
+            raise ConfigError(f"the target is in {target.unit}, the table {config.cost} in {cost.table.unit}")
+    else:
+        cost = ParamCost(model) if target.unit == "params" else MacCost(model)
+    value = target.absolute(cost.of_widths(model, [site.widths for site in family.sites(model)]))
     floors = Floors(config.min_heads, config.min_value_dims, config.min_neurons)
     window = max(10, round(config.gate_window * steps))
     ratio = (config.ratio[0], config.ratio[1])

@@ -157,7 +157,7 @@ class Run:
             self._controller(gated)
 
     def _controller(self, model: ViT) -> Controller:
-        return make_controller(model, self.config, self.dense_macs, self.schedule.total)
+        return make_controller(model, self.config, self.schedule.total)
 
     # -- stages ---------------------------------------------------------------------------------------------------
 

@@ -250,6 +250,19 @@ class TestReliability:
         first, second = (load_file(tmp_path / name / "compact/model.safetensors") for name in ("whole", "killed"))
         assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
+    def test_a_killed_run_on_a_stream_ends_bit_identical(self, tmp_path: Path) -> None:
+        from conftest import write_shards
+
+        data = write_shards(tmp_path / "shards", {"train": [40, 30, 30, 28], "validation": [10, 6]}, classes=10)
+        model = {**SMALL["model_args"], "num_classes": 10}
+        options = [f"data={data!r}", f"model_args={model}", "workers=2", "batch_size=16", "epochs=2", "dense_epochs=0"]
+        options.append("data_device='loader'")
+        self.run(tmp_path / "whole", *options)
+        self.run(tmp_path / "killed", *options, "--kill-step=search:5:SIGKILL", check=-signal.SIGKILL)
+        self.run(tmp_path / "killed", *options, "--resume")
+        first, second = (load_file(tmp_path / name / "compact/model.safetensors") for name in ("whole", "killed"))
+        assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
     def test_sigterm_saves_and_the_run_goes_on(self, whole: Path, tmp_path: Path) -> None:
         out = tmp_path / "run"
         self.run(out, "--kill-step=search:4:SIGTERM", check=143)

@@ -44,7 +44,11 @@ class Config:
     dense_epochs: int = _option(0, "train the dense model this long first, where no weights exist")
     dense_lr: float = _option(1e-3, "peak learning rate of that training")
     # data
-    data: str = _option("digits", "folder with train/ and val/, a timm data set name, or 'digits'")
+    data: str = _option(
+        "digits",
+        "folder with train/ and val/; NAME:ROOT of timm, with an index (torch/..., hfds/...) or streamed (wds/..., "
+        "hfids/...); or 'digits'",
+    )
     data_device: str = _option("loader", "'loader' reads by workers; 'cpu' or 'cuda' holds the set in memory as bytes")
     workers: int = _option(4, "loader processes")
     strict_data: bool = _option(False, "fail on an image that cannot be read instead of skipping it")

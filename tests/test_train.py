@@ -378,6 +378,25 @@ def test_no_shrink_ends_with_the_same_budget(tmp_path: Path) -> None:
     assert hiap.macs(hiap.load(tmp_path / "run/compact")) == result.record["macs"]
 
 
+def test_tensorboard_gets_the_loss_terms(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    prune(tiny(trackers=["tensorboard"], epochs=2), tmp_path / "run", data=noise_data(1024, 8))
+    written = EventAccumulator(str(tmp_path / "run/hiap")).Reload()
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    for name in ("task", "distill", "hard_macs", "lr"):
+        found = [(event.step, event.value) for event in written.Scalars(name)]
+        assert found == [(line["step"], pytest.approx(line[name])) for line in lines]
+
+
+def test_a_tracker_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"trackers must be some of tensorboard, wandb; found \['logbook'\]"):
+        tiny(trackers=["logbook"])
+    monkeypatch.setattr("hiap.config.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"the tracker wandb is not installed: pip install 'hiap\[wandb\]'"):
+        tiny(trackers=["wandb"])
+
+
 def test_stop_after_ends_early(tmp_path: Path) -> None:
     config = tiny(target=None, lambda_macro=0.1, lambda_micro=0.1, freeze_at=None, epochs=6, stop_after=2)
     prune(config, tmp_path / "run", data=noise_data(1024, 8))

@@ -1,11 +1,17 @@
 """Small models of every accepted kind, with parameters away from timm's zeros and ones."""
 
+import io
+import json
 import os
+import tarfile
+from itertools import count, islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
@@ -81,6 +87,33 @@ def images(model: VisionTransformer, count: int = 2, seed: int = 2) -> torch.Ten
     like = next(model.parameters())
     channels = model.patch_embed.proj.in_channels
     return torch.randn(count, channels, *model.patch_embed.img_size, generator=generator, dtype=torch.float64).to(like)
+
+
+def write_shards(root: Path, shards: dict[str, list[int]], classes: int = 1000, broken: int | None = None) -> str:
+    """Tar shards with so many pictures each, labelled by their number modulo `classes`; returns the name for --data."""
+    chance, numbers, splits = np.random.default_rng(0), count(), {}
+    root.mkdir(exist_ok=True)
+    for split, lengths in shards.items():
+        names = [f"{split}-{i:04}.tar" for i in range(len(lengths))]
+        splits[split] = {
+            "name": split,
+            "num_samples": sum(lengths),
+            "filenames": names,
+            "shard_lengths": lengths,
+        }
+        for name, length in zip(names, lengths, strict=True):
+            with tarfile.open(root / name, "w") as tar:
+                for number in islice(numbers, length):
+                    pixels = io.BytesIO()
+                    picture = Image.fromarray(chance.integers(0, 255, (20, 24, 3), dtype=np.uint8))
+                    picture.convert({0: "L", 1: "P", 2: "RGBA"}.get(number % 7, "RGB")).save(pixels, "PNG")
+                    image = b"not an image" if number == broken else pixels.getvalue()
+                    for kind, content in (("png", image), ("cls", str(number % classes).encode())):
+                        member = tarfile.TarInfo(f"{number:06}.{kind}")
+                        member.size = len(content)
+                        tar.addfile(member, io.BytesIO(content))
+    (root / "_info.json").write_text(json.dumps({"splits": splits}))
+    return f"wds/shards:{root}"
 
 
 @pytest.fixture(params=KINDS)

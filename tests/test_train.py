@@ -250,6 +250,19 @@ class TestReliability:
         first, second = (load_file(tmp_path / name / "compact/model.safetensors") for name in ("whole", "killed"))
         assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
+    def test_a_killed_run_on_a_stream_ends_bit_identical(self, tmp_path: Path) -> None:
+        from conftest import write_shards
+
+        data = write_shards(tmp_path / "shards", {"train": [40, 30, 30, 28], "validation": [10, 6]}, classes=10)
+        model = {**SMALL["model_args"], "num_classes": 10}
+        options = [f"data={data!r}", f"model_args={model}", "workers=2", "batch_size=16", "epochs=2", "dense_epochs=0"]
+        options.append("data_device='loader'")
+        self.run(tmp_path / "whole", *options)
+        self.run(tmp_path / "killed", *options, "--kill-step=search:5:SIGKILL", check=-signal.SIGKILL)
+        self.run(tmp_path / "killed", *options, "--resume")
+        first, second = (load_file(tmp_path / name / "compact/model.safetensors") for name in ("whole", "killed"))
+        assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
     def test_sigterm_saves_and_the_run_goes_on(self, whole: Path, tmp_path: Path) -> None:
         out = tmp_path / "run"
         self.run(out, "--kill-step=search:4:SIGTERM", check=143)
@@ -363,6 +376,25 @@ def test_no_shrink_ends_with_the_same_budget(tmp_path: Path) -> None:
     result = prune(tiny(shrink=False), tmp_path / "run", data=noise_data(1024, 8))
     assert result.record["macs"] <= 0.6 * result.record["dense_macs"]
     assert hiap.macs(hiap.load(tmp_path / "run/compact")) == result.record["macs"]
+
+
+def test_tensorboard_gets_the_loss_terms(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    prune(tiny(trackers=["tensorboard"], epochs=2), tmp_path / "run", data=noise_data(1024, 8))
+    written = EventAccumulator(str(tmp_path / "run/hiap")).Reload()
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    for name in ("task", "distill", "hard_macs", "lr"):
+        found = [(event.step, event.value) for event in written.Scalars(name)]
+        assert found == [(line["step"], pytest.approx(line[name])) for line in lines]
+
+
+def test_a_tracker_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"trackers must be some of tensorboard, wandb; found \['logbook'\]"):
+        tiny(trackers=["logbook"])
+    monkeypatch.setattr("hiap.config.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"the tracker wandb is not installed: pip install 'hiap\[wandb\]'"):
+        tiny(trackers=["wandb"])
 
 
 def test_stop_after_ends_early(tmp_path: Path) -> None:

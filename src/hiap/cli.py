@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     evaluate.add_argument("folder", help="a folder written by hiap.save")
     evaluate.add_argument(
-        "--data", required=True, help="folder with train/ and val/, a timm data set name, or 'digits'"
+        "--data", required=True, help="folder with train/ and val/, NAME:ROOT of timm (see hiap prune), or 'digits'"
     )
     evaluate.add_argument("--batch-size", type=int, default=256, help="images at a time (default 256)")
     evaluate.add_argument("--workers", type=int, default=4, help="loader processes (default 4)")
@@ -273,7 +273,7 @@ def _evaluate(options: argparse.Namespace) -> int:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = hiap.load(options.folder, device)
-    config = Config(data=options.data, workers=options.workers)
+    config = Config(data=options.data, workers=options.workers, model_args={"num_classes": model.num_classes})
     if options.data == "digits":
         config.mean, config.std = [0.5], [0.5]
     data = load_data(config, model, device)

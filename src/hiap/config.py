@@ -8,6 +8,7 @@ import types
 import typing
 from dataclasses import dataclass, field
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from hiap.budget import BudgetError, Target
 from hiap.gates import GRANULARITIES
 
 __all__ = ["Config", "ConfigError", "help_of", "read_config", "recipes"]
+
+TRACKERS = ("tensorboard", "wandb")  # also the names of their packages and of our extras
 
 
 class ConfigError(ValueError):
@@ -44,7 +47,11 @@ class Config:
     dense_epochs: int = _option(0, "train the dense model this long first, where no weights exist")
     dense_lr: float = _option(1e-3, "peak learning rate of that training")
     # data
-    data: str = _option("digits", "folder with train/ and val/, a timm data set name, or 'digits'")
+    data: str = _option(
+        "digits",
+        "folder with train/ and val/; NAME:ROOT of timm, with an index (torch/..., hfds/...) or streamed (wds/..., "
+        "hfids/...); or 'digits'",
+    )
     data_device: str = _option("loader", "'loader' reads by workers; 'cpu' or 'cuda' holds the set in memory as bytes")
     workers: int = _option(4, "loader processes")
     strict_data: bool = _option(False, "fail on an image that cannot be read instead of skipping it")
@@ -121,7 +128,7 @@ class Config:
     seed: int = _option(0, "of everything random")
     eval_every: int = _option(1, "epochs between evaluations")
     checkpoint_every: int | None = _option(None, "steps between checkpoints; an epoch by default")
-    trackers: list[str] = _option([], "trackers of Accelerate: tensorboard, wandb")
+    trackers: list[str] = _option([], f"where metrics go besides metrics.jsonl: {', '.join(TRACKERS)}")
 
     def check(self) -> None:
         """Raise one ConfigError with everything that is wrong."""
@@ -141,6 +148,9 @@ class Config:
             wrong.append("give either target, or lambda_macro and lambda_micro")
         if "qk_dim" in (self.granularities or ()) and (self.lambda_macro or (self.target and len(set(self.ratio)) > 1)):
             wrong.append("with qk_dim gates nothing of a head is fixed: lambda_macro must be 0 and the ratio 1:1")
+        for name in self.trackers:
+            if name in TRACKERS and find_spec(name) is None:
+                wrong.append(f"the tracker {name} is not installed: pip install 'hiap[{name}]'")
         if wrong:
             raise ConfigError("the configuration is wrong:\n  " + "\n  ".join(wrong))
 
@@ -185,6 +195,7 @@ class Config:
             ("accounting", "exact or paper", self.accounting in ("exact", "paper")),
             ("gate_mode", "importance or gradient", self.gate_mode in ("importance", "gradient")),
             ("data_device", "loader, cpu or cuda", self.data_device in ("loader", "cpu", "cuda")),
+            ("trackers", f"some of {', '.join(TRACKERS)}", set(self.trackers) <= set(TRACKERS)),
             ("dense_epochs", "at least 0", self.dense_epochs >= 0),
             ("workers", "at least 0", self.workers >= 0),
             *(

@@ -1,16 +1,19 @@
 """Batches of images that are a function of seed, epoch and position alone, so that a run can go on where it stopped.
 
-Two kinds of data: bytes held in memory (small sets, augmented a batch at a time on the device that holds them), and
-timm data sets (an image folder or any name its factory reads), augmented an image at a time by loader workers.
+Three kinds of data: bytes held in memory (small sets, augmented a batch at a time on the device that holds them), data
+sets of timm with an index (an image folder or a name its factory reads), and streams. The images of the last two are
+augmented one at a time by loader workers.
 """
 
 from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import as_file, files
+from importlib.util import find_spec
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,13 +24,16 @@ from PIL import Image
 from safetensors.torch import load_file
 from timm.data import create_dataset, create_transform
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
-__all__ = ["Augmentation", "ByteData", "Data", "FolderData", "digits", "mix_seed", "open_data"]
+from hiap.streams import Stream, open_stream
+
+__all__ = ["Augmentation", "ByteData", "Data", "FolderData", "StreamData", "digits", "mix_seed", "open_data"]
 
 Batch = tuple[Tensor, Tensor]
 MODES = {1: "L", 3: "RGB"}  # of Pillow, by the channels of the model
 SPLITS = ("train", "validation")
+KINDS = {"torch": "torchvision", "hfds": "datasets", "hfids": "datasets", "wds": "webdataset"}  # and what reads them
 
 
 @dataclass(frozen=True)
@@ -177,19 +183,10 @@ class FolderData:
         channels: int = 3,
     ) -> None:
         self.device, self.seed, self.workers, self.class_names = device, seed, workers, class_names
-        common = {"input_size": (channels, *size), "mean": normalisation[0], "std": normalisation[1]}
-        vary = create_transform(
-            **common,
-            is_training=True,
-            scale=(augmentation.crop, 1.0),
-            hflip=augmentation.flip,
-            auto_augment=augmentation.policy,
-            re_prob=augmentation.erase,
-            interpolation="bicubic",
-        )
+        vary, plain = _transforms((channels, *size), normalisation, augmentation)
         mode = MODES[channels]
         self._train = _Varied(train, vary, seed, strict, mode)
-        self._val = _Varied(val, create_transform(**common, interpolation="bicubic"), seed, strict, mode)
+        self._val = _Varied(val, plain, seed, strict, mode)
         self.classes = len(class_names) if class_names else int(max(train[i][1] for i in range(len(train)))) + 1
 
     @property
@@ -220,16 +217,50 @@ class FolderData:
             collate_fn=_collate,
             pin_memory=self.device.type == "cuda",
         )
-        skipped = 0
-        for images, labels, lost in loader:
-            if lost and not skipped:
-                warnings.warn(
-                    "some images cannot be read and are skipped; --strict-data makes this an error", stacklevel=2
-                )
-            skipped += lost
-            yield images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
-        if skipped:
-            warnings.warn(f"{skipped} images were skipped in this pass", stacklevel=2)
+        return _deliver(loader, self.device)
+
+
+def _transforms(
+    shape: tuple[int, int, int], normalisation: tuple[Sequence[float], Sequence[float]], augmentation: Augmentation
+) -> tuple[Any, Any]:
+    """What is done to an image for training, and for validation."""
+    common = {"input_size": shape, "mean": normalisation[0], "std": normalisation[1], "interpolation": "bicubic"}
+    vary = create_transform(
+        **common,
+        is_training=True,
+        scale=(augmentation.crop, 1.0),
+        hflip=augmentation.flip,
+        auto_augment=augmentation.policy,
+        re_prob=augmentation.erase,
+    )
+    return vary, create_transform(**common)
+
+
+def _transform(transform: Any, image: Image.Image, seed: int) -> Tensor:
+    """A transform with random numbers of its own; the generators of the process stay where they are."""
+    state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        try:
+            changed: Tensor = transform(image)
+            return changed
+        finally:
+            random.setstate(state[0])
+            np.random.set_state(state[1])
+
+
+def _deliver(loaded: Iterable[tuple[Tensor, Tensor, int]], device: torch.device) -> Iterator[Batch]:
+    """Batches on the device; what was skipped is warned of when it first happens, and counted at the end."""
+    skipped = 0
+    for images, labels, lost in loaded:
+        if lost and not skipped:
+            warnings.warn("some images cannot be read and are skipped; --strict-data makes this an error", stacklevel=2)
+        skipped += lost
+        yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+    if skipped:
+        warnings.warn(f"{skipped} images were skipped in this pass", stacklevel=2)
 
 
 class _Listed(Sampler[list[tuple[int, int]]]):
@@ -260,17 +291,7 @@ class _Varied(Dataset[Any]):
             if self.strict:
                 raise ValueError(f"image {index} of the data set cannot be read: {error}") from error
             return None
-        seed = mix_seed(self.seed, epoch, index)
-        state = random.getstate(), np.random.get_state()
-        with torch.random.fork_rng(devices=[]):
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            torch.manual_seed(seed)
-            try:
-                return self.transform(image), int(label)
-            finally:
-                random.setstate(state[0])
-                np.random.set_state(state[1])
+        return _transform(self.transform, image, mix_seed(self.seed, epoch, index)), label
 
 
 def _read(dataset: Any, index: int, mode: str) -> tuple[Image.Image, int]:
@@ -291,6 +312,115 @@ def _collate(samples: list[tuple[Tensor, int] | None]) -> tuple[Tensor, Tensor, 
     filled = read + [read[i % len(read)] for i in range(len(samples) - len(read))]
     images, labels = zip(*filled, strict=True)
     return torch.stack(images), torch.tensor(labels), len(samples) - len(read)
+
+
+class StreamData:
+    """Data without an index, read from the beginning of its shards by loader workers.
+
+    The order is a function of seed, epoch, number of workers and number of ranks. Each worker of each rank has shards
+    of its own; one that comes to the end of them before the epoch ends begins again.
+
+    Args:
+        train, val: the two splits.
+        classes: number of classes; labels must be below it.
+        strict: raise on an image that cannot be read instead of replacing it by another of its batch.
+    """
+
+    def __init__(
+        self,
+        train: Stream,
+        val: Stream,
+        classes: int,
+        size: tuple[int, int],
+        normalisation: tuple[Sequence[float], Sequence[float]],
+        augmentation: Augmentation,
+        device: torch.device,
+        seed: int = 0,
+        workers: int = 4,
+        strict: bool = False,
+        channels: int = 3,
+    ) -> None:
+        self._train, self._val = train, val
+        self.classes, self.class_names = classes, train.class_names
+        self.device, self.seed, self.workers, self.strict, self.mode = device, seed, workers, strict, MODES[channels]
+        self._vary, self._plain = _transforms((channels, *size), normalisation, augmentation)
+
+    @property
+    def train_size(self) -> int:
+        return self._train.size
+
+    @property
+    def val_size(self) -> int:
+        return self._val.size
+
+    def train(self, epoch: int, start: int, batch: int, rank: int, world: int) -> Iterator[Batch]:
+        mine = (rank + 1) * batch // world - rank * batch // world
+        workers = self._train.workers(self.workers, world)
+        rounds, rest = divmod(start, max(1, workers))  # the loader takes a batch of each worker in turn
+        common = (self.classes, self.strict, self.mode, self.seed)
+        share = _Share(self._train, self._vary, *common, epoch, rank, world, rounds * mine)
+        loader = self._loader(share, mine, workers, mix_seed(self.seed, epoch, rank))
+        yield from _deliver(islice(loader, rest, rest + self.train_size // batch - start), self.device)
+
+    def val(self, batch: int) -> Iterator[Batch]:
+        share = _Share(self._val, self._plain, self.classes, self.strict, self.mode, self.seed)
+        yield from _deliver(self._loader(share, batch, self._val.workers(self.workers, 1), self.seed), self.device)
+
+    def _loader(self, share: _Share, batch: int, workers: int, seed: int) -> DataLoader[Any]:
+        return DataLoader(
+            share,
+            batch_size=batch,
+            num_workers=workers,
+            collate_fn=_collate,
+            pin_memory=self.device.type == "cuda",
+            generator=torch.Generator("cpu").manual_seed(seed),
+        )
+
+
+@dataclass(eq=False)
+class _Share(IterableDataset[Any]):
+    """What a loader worker reads of a stream: without end for training, in one pass where no epoch is given."""
+
+    stream: Stream
+    transform: Any
+    classes: int
+    strict: bool
+    mode: str
+    seed: int
+    epoch: int | None = None
+    rank: int = 0
+    world: int = 1
+    skip: int = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int] | None]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        for number, sample in islice(enumerate(self._samples(worker, workers)), self.skip, None):
+            yield self._read(sample, worker, number)
+
+    def _samples(self, worker: int, workers: int) -> Iterator[Any]:
+        place = (self.rank, self.world, worker, workers)
+        if self.epoch is None:
+            yield from self.stream.samples(None, *place)
+            return
+        for turn in count():
+            sample = None
+            for sample in self.stream.samples(mix_seed(self.seed, self.epoch, turn), *place):
+                yield sample
+            if sample is None:
+                raise ValueError(f"there is no image for worker {worker} of rank {self.rank}: are the shards empty?")
+
+    def _read(self, sample: Any, worker: int, number: int) -> tuple[Tensor, int] | None:
+        try:
+            image, label = self.stream.read(sample)
+            image = image.convert(self.mode)
+        except Exception as error:
+            if self.strict:
+                raise ValueError(f"image {number} of worker {worker} cannot be read: {error}") from error
+            return None
+        if not 0 <= label < self.classes:
+            raise ValueError(f"a label must be from 0 to {self.classes - 1}, by the number of classes; found {label}")
+        return _transform(self.transform, image, mix_seed(self.seed, self.epoch or 0, self.rank, worker, number)), label
 
 
 class _Bytes(Dataset[Any]):
@@ -336,11 +466,13 @@ def open_data(
     strict: bool,
     channels: int,
     hold: bool = False,
+    classes: int | None = None,
 ) -> Data:
     """The data a user names: "digits", a folder with `train` and `val`, or a name of timm's factory.
 
     Args:
         hold: keep the whole set on the device as bytes and augment there.
+        classes: their number, for a stream that does not say it.
     """
     if data == "digits":
         train, val = digits()
@@ -349,9 +481,17 @@ def open_data(
             train, val = ((images.expand(-1, 3, -1, -1), labels) for images, labels in (train, val))
         return ByteData(train, val, size, normalisation, augmentation, device, seed, names)
     name, root = _locate(data)
+    if name.startswith(("wds/", "hfids/")):
+        if hold:
+            raise ValueError(f"{data} is a stream, which is not held in memory: use --data-device loader")
+        streams = [open_stream(name, root, split) for split in SPLITS]
+        classes = len(streams[0].class_names) if streams[0].class_names else classes
+        if classes is None:
+            raise ValueError(f"{data} does not say how many classes it has: pass --model-args '{{\"num_classes\": N}}'")
+        return StreamData(
+            streams[0], streams[1], classes, size, normalisation, augmentation, device, seed, workers, strict, channels
+        )
     sets = [create_dataset(name, root=root, split=split, is_training=split == "train") for split in SPLITS]
-    if any(isinstance(one, IterableDataset) for one in sets):
-        raise ValueError(f"{data} is a stream without random access, in which no run can resume; use an indexed set")
     index = getattr(getattr(sets[0], "reader", None), "class_to_idx", None)
     class_names = sorted(index, key=index.__getitem__) if index else None
     if hold:
@@ -370,6 +510,10 @@ def _locate(data: str) -> tuple[str, str]:
             raise ValueError(f"{data} must hold the folders train and val, a folder a class in each; found {found}")
         return "", data
     name, _, root = data.partition(":")
-    if name.partition("/")[0] not in ("torch", "hfds", "tfds", "wds", "hfids"):
-        raise ValueError(f"--data {data!r} is no folder, no timm data set (torch/..., hfds/...), and not 'digits'")
+    kind, slash, _ = name.partition("/")
+    if not slash or kind not in KINDS:
+        known = ", ".join(f"{kind}/..." for kind in KINDS)
+        raise ValueError(f"--data {data!r} is no folder, no timm data set that can be read ({known}), and not 'digits'")
+    if find_spec(KINDS[kind]) is None:
+        raise ValueError(f"--data {data!r} is read with {KINDS[kind]}, which is missing: pip install {KINDS[kind]}")
     return name, root or "data"

@@ -30,7 +30,7 @@ def dense_model(config: Config) -> ViT:
     if config.weights is not None:
         state = read_weights(config.weights)
         if "head.weight" in state:
-            arguments.setdefault("num_classes", state["head.weight"].shape[0])
+            arguments["num_classes"] = state["head.weight"].shape[0]
         model = timm.create_model(config.model, **arguments)
         model.load_state_dict(state)
         return model
@@ -76,7 +76,7 @@ def load_data(config: Config, model: ViT, device: torch.device) -> Data:
     norm = normalisation(config, model)
     hold = config.data_device != "loader"
     device = torch.device("cpu") if config.data_device == "cpu" and config.data != "digits" else device
-    rest = (config.seed, config.workers, config.strict_data, channels, hold)
+    rest = (config.seed, config.workers, config.strict_data, channels, hold, config.model_args.get("num_classes"))
     return open_data(config.data, size, norm, augmentation, device, *rest)
 
 

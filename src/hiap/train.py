@@ -256,14 +256,16 @@ class Run:
         with self._signals():
             self.resume_or_begin()
             if self.config.trackers:
-                self.accelerator.init_trackers(
-                    "hiap", config=vars(self.config) | {"model_args": str(self.config.model_args)}
-                )
+                self._start_trackers()
             if self.stage == "dense":
                 self._stage_loop(self.config.dense_epochs * self.per_epoch)
                 self._end_dense()
             self._stage_loop(self.stop)
             return self._finish()
+
+    def _start_trackers(self) -> None:
+        plain = {k: v if isinstance(v, int | float | str) else str(v) for k, v in vars(self.config).items()}
+        self.accelerator.init_trackers("hiap", config=plain, init_kwargs={"wandb": {"dir": str(self.out)}})
 
     def _stage_loop(self, end: int) -> None:
         epoch, position = divmod(self.step, self.per_epoch)

@@ -138,6 +138,9 @@ class Controller:
             "gradient" leaves the logits to the optimiser and shifts them down together.
         window: observations the importance is averaged over.
 
+    Attributes:
+        widths: padded widths of the blocks at the last projection.
+
     Raises:
         BudgetError: the target is out of reach; the message has the range.
     """
@@ -176,6 +179,7 @@ class Controller:
         if mode == "importance":
             for gate, part in zip(self.all_gates, self._split(self.gradient), strict=True):
                 gate.gradient = part
+        self.widths = [site.widths for site in self.sites]
         self.dense_cost = self._cost([site.widths for site in self.sites])
         self.low = self._cost(self._widths(self._rankings(self._constant_worths()), math.inf))
         if not self.low <= target < self.dense_cost:
@@ -207,7 +211,9 @@ class Controller:
     def project(self, allowed: float, sharpness: float) -> None:
         """Set or move the logits so that the hard, padded network costs no more than `allowed`."""
         worths = self.worths()
-        threshold = self._threshold(worths, self._rankings(worths), max(allowed, self.target))
+        ranks = self._rankings(worths)
+        threshold = self._threshold(worths, ranks, max(allowed, self.target))
+        self.widths = self._widths(ranks, threshold)
         by_gate = {
             id(kinds[kind]): (kind, values.flatten())
             for kinds, worth in zip(self.kinds, worths, strict=True)

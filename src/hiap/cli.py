@@ -215,6 +215,12 @@ def _report(result: Any) -> None:
         dense, compact = record[f"dense_{key}"], record[key]
         rows.append((name, _big(dense), _big(compact), f"{compact / dense:.1%}"))
     rows.append(("latency, batch 32", f"{latency[0]:.2f} ms", f"{latency[1]:.2f} ms", f"{speed:.2f}x faster"))
+    if "predicted" in record:
+        for name, key in (("by the table", "predicted"), ("measured like it", "measured")):
+            if key in record:
+                dense, compact = record[f"dense_{key}"], record[key]
+                unit = record["unit"]
+                rows.append((name, f"{dense:.3f} {unit}", f"{compact:.3f} {unit}", f"{dense / compact:.2f}x"))
     for row in rows:
         print(f"{row[0]:18} {row[1]:>12} {row[2]:>12}  {row[3]}")
     search, recover = (record["course"].get(stage) for stage in ("search", "recover"))

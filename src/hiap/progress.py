@@ -8,20 +8,33 @@ from typing import Any
 
 __all__ = ["Progress", "epoch_line"]
 
-TERMS = ("task", "distill", "macro", "micro")
+TERMS = ("task", "distill", "macro", "micro", "feasible_head", "feasible_dim", "feasible_ffn")
 
 
 def epoch_line(line: dict[str, Any], target: str | None) -> str:
     """An epoch in words."""
-    parts = [f"{line['stage']:7} epoch {line['epoch']:>4}", f"{line['images_per_s']:6.0f} images/s"]
-    parts += [f"{name} {line[name]:.4f}" for name in TERMS if name in line]
+    return "  ".join(
+        [f"{line['stage']:7} epoch {line['epoch']:>4}", f"{line['images_per_s']:6.0f} images/s", *_state(line, target)]
+    )
+
+
+def _state(line: dict[str, Any], target: str | None) -> list[str]:
+    """The losses and the network, as far as the line has them."""
+    parts = [f"{name} {line[name]:.4f}" for name in TERMS if name in line]
     if "top1" in line:
         parts.append(f"top-1 {line['top1']:.2f} %")
-    parts.append(f"MACs {line['hard_macs']:.1%}" + (f" -> {target}" if target else ""))
+    goal = f" -> {target}" if target else ""
+    if "hard_macs" in line:
+        parts.append(f"MACs {line['hard_macs']:.1%}" + ("" if "cost" in line else goal))
+    if "cost" in line:
+        parts.append(f"cost {line['cost']:.4g}{goal}")
     if "temperature" in line:
-        parts.append(f"tau {line['temperature']:.2f}  undecided {line['undecided']:.0%}")
+        parts.append(f"tau {line['temperature']:.2f}")
+    if "undecided" in line:
+        parts.append(f"undecided {line['undecided']:.0%}")
+    if "open_heads" in line:
         parts.append(f"open {line['open_heads']} heads, {line['open_blocks']} FFNs")
-    return "  ".join(parts)
+    return parts
 
 
 class Progress:
@@ -38,21 +51,21 @@ class Progress:
             self._live = Live("", refresh_per_second=4, transient=True)
             self._live.start()
 
-    def show(self, stage: str, done: int, total: int, images: int, terms: dict[str, float], rate: float) -> None:
+    def show(self, now: dict[str, Any], images: int, target: str | None, done: int, total: int) -> None:
         """Update the line.
 
         Args:
-            done, total: steps of this stage since the process began, and those it has.
+            now: stage, epoch, the terms of the loss and what is known of the network.
             images: a step.
-            rate: the learning rate.
+            done, total: steps of this stage since the process began, and those it has.
         """
         if self._live is None:
             return
         seconds = max(time.perf_counter() - self._began, 1e-9)
-        left = seconds / max(done, 1) * (total - done)
-        words = "  ".join(f"{name} {value:.3f}" for name, value in terms.items())
+        left = _clock(seconds / max(done, 1) * (total - done))
         speed = images * done / seconds
-        self._live.update(f"{stage}  {done}/{total}  {speed:.0f} images/s  {_clock(left)} left  {words}  lr {rate:.1e}")
+        head = f"{now['stage']} epoch {now['epoch']}  {speed:.0f} images/s  {left} left"
+        self._live.update("  ".join([head, *_state(now, target)]))
 
     def restart(self) -> None:
         """Begin another stage."""

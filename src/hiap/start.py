@@ -19,7 +19,7 @@ from hiap.families import timm as family
 from hiap.families.timm import ViT
 from hiap.latency import UNITS, LatencyCost
 
-__all__ = ["dense_model", "load_data", "make_controller", "normalisation", "plan", "read_weights"]
+__all__ = ["dense_model", "load_data", "make_controller", "make_cost", "normalisation", "plan", "read_weights"]
 
 
 def dense_model(config: Config) -> ViT:
@@ -102,7 +102,7 @@ def plan(config: Config) -> list[str]:
         f"run      {config.epochs} epochs of {per_epoch} steps",
     ]
     if config.target:
-        controller = make_controller(gated, config, config.epochs * per_epoch)
+        controller = make_controller(gated, config, make_cost(gated, config), config.epochs * per_epoch)
         whole = controller.dense_cost
         lines.append(f"reach    {controller.low / whole:.1%} to 100% of the dense cost")
         amount = f"{controller.target:.4g} of {whole:.4g}" if config.cost else f"{controller.target / 1e9:.4g} G"
@@ -110,19 +110,25 @@ def plan(config: Config) -> list[str]:
     return lines
 
 
-def make_controller(model: ViT, config: Config, steps: int) -> Controller:
+def make_cost(model: ViT, config: Config) -> Cost:
+    """The cost a configuration's target or penalties are about."""
+    target = Target.parse(config.target) if config.target else None
+    if target is None:
+        return MacCost(model, config.accounting)
+    if config.cost is None:
+        return ParamCost(model) if target.unit == "params" else MacCost(model)
+    cost = LatencyCost.load(config.cost, model)
+    if target.unit in UNITS and target.unit != cost.table.unit:
+        raise ConfigError(f"the target is in {target.unit}, the table {config.cost} in {cost.table.unit}")
+    return cost
+
+
+def make_controller(model: ViT, config: Config, cost: Cost, steps: int) -> Controller:
     """The controller of a configuration's target."""
     assert config.target is not None
-    target = Target.parse(config.target)
-    cost: Cost
-    if config.cost:
-        cost = LatencyCost.load(config.cost, model)
-        if target.unit in UNITS and target.unit != cost.table.unit:
-            raise ConfigError(f"the target is in {target.unit}, the table {config.cost} in {cost.table.unit}")
-    else:
-        cost = ParamCost(model) if target.unit == "params" else MacCost(model)
-    value = target.absolute(cost.of_widths(model, [site.widths for site in family.sites(model)]))
+    dense = cost.of_widths(model, [site.widths for site in family.sites(model)])
     floors = Floors(config.min_heads, config.min_value_dims, config.min_neurons)
     window = max(10, round(config.gate_window * steps))
     ratio = (config.ratio[0], config.ratio[1])
-    return Controller(model, cost, value, ratio, floors, config.round_to, config.gate_mode, window)
+    target = Target.parse(config.target).absolute(dense)
+    return Controller(model, cost, target, ratio, floors, config.round_to, config.gate_mode, window)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,22 +31,26 @@ from torch import Tensor, nn
 from hiap.attach import attach, gates, is_gated, parameter_groups, set_gates
 from hiap.budget import Controller
 from hiap.checkpoint import save
+from hiap.compact import Widths
 from hiap.config import Config, ConfigError
-from hiap.cost import Cost, MacCost, expected_counts, macs
+from hiap.cost import Cost, MacCost, expected_counts, macs, macs_of_widths
 from hiap.data import Data, mix_seed
 from hiap.extract import extract, slices, source_name, take
 from hiap.families import timm as family
 from hiap.families.timm import ViT
+from hiap.latency import LatencyCost, network_time
 from hiap.objective import Teacher, cost_terms, distillation, feasibility_terms, task_loss
 from hiap.progress import Progress, epoch_line
 from hiap.schedule import Schedule
-from hiap.start import dense_model, load_data, make_controller, normalisation, read_weights
+from hiap.start import dense_model, load_data, make_controller, make_cost, normalisation, read_weights
 from hiap.state import RunError, RunFolder, checkpoints, load_checkpoint
+from hiap.timing import device_name, precision
 from hiap.topology import Topology, harden, set_topology
 
 __all__ = ["Result", "Run", "carry_optimizer", "evaluate", "prune"]
 
 PROJECTIONS = 100  # times the budget moves in a run
+FACTS = ("top1", "hard_macs", "cost", "open_heads", "open_blocks")  # that the live line shows
 
 
 @dataclass(frozen=True)
@@ -60,18 +64,26 @@ class Result:
     main: bool
 
 
-def prune(config: Config, out: str | Path, *, resume: bool = False, data: Data | None = None) -> Result:
+def prune(
+    config: Config,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    data: Data | None = None,
+    cost: Callable[[ViT], Cost] | None = None,
+) -> Result:
     """Run the whole phase and save the compact model in `out/compact`.
 
     Args:
         data: batches of one's own, instead of what `config.data` names.
+        cost: makes a cost of one's own from the gated model; `config.target` is in its unit or relative to it.
 
     Raises:
         ConfigError, BudgetError, UnsupportedModelError: before any work.
         RunError: the folder is in use or holds another run; the loss is not finite; a checkpoint cannot be written.
     """
     config.check()
-    return Run(config, out, resume, data).go()
+    return Run(config, out, resume, data, cost).go()
 
 
 @torch.no_grad()
@@ -95,8 +107,16 @@ def evaluate(
 class Run:
     """One run: its parts, its state and the loop."""
 
-    def __init__(self, config: Config, out: str | Path, resume: bool = False, data: Data | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        out: str | Path,
+        resume: bool = False,
+        data: Data | None = None,
+        cost: Callable[[ViT], Cost] | None = None,
+    ) -> None:
         self.config, self.out = config, Path(out)
+        self.make_cost = cost or (lambda model: make_cost(model, config))
         handlers = [DistributedDataParallelKwargs(broadcast_buffers=False)]
         self.accelerator = Accelerator(
             cpu=not (torch.cuda.is_available() or torch.backends.mps.is_available()),
@@ -145,6 +165,7 @@ class Run:
         }
         self.stage, self.step, self.seconds = "dense" if config.dense_epochs else "search", 0, 0.0
         self.topology: Topology | None = None
+        self.facts: dict[str, Any] = {}
         self.controller: Controller | None = None
         self.teacher: Teacher | None = None
         self._terminated = False
@@ -157,7 +178,7 @@ class Run:
             self._controller(gated)
 
     def _controller(self, model: ViT) -> Controller:
-        return make_controller(model, self.config, self.schedule.total)
+        return make_controller(model, self.config, self.make_cost(model), self.schedule.total)
 
     # -- stages ---------------------------------------------------------------------------------------------------
 
@@ -169,7 +190,7 @@ class Run:
         elif self.stage == "search":
             self.teacher = self._teacher()
             self.raw = attach(self.dense, self.kinds, config.keep_blocks, logit=config.start_logit, seed=config.seed)
-            self.cost: Cost = MacCost(self.raw, config.accounting)
+            self.cost = self.make_cost(self.raw)
             if config.target:
                 self.controller = self._controller(self.raw)
                 self.controller.project(self.controller.dense_cost, self.schedule.sharpness(0))
@@ -282,9 +303,10 @@ class Run:
                 due = self.step % (self.config.checkpoint_every or self.per_epoch) == 0
                 if self.device.type == "cpu" or self.step % 10 == 0 or due or self._terminated:
                     values = self._check_finite(terms)
-                    rate = self.optimizer.param_groups[0]["lr"]
-                    done = self.step - first
-                    self.progress.show(self.stage, done, end - first, self.config.batch_size, values, rate)
+                    now = {"stage": self.stage, "epoch": f"{epoch + 1}/{end // self.per_epoch}", **values, **self.facts}
+                    if self.controller is not None:
+                        now["temperature"] = self.schedule.temperature(self.step)
+                    self.progress.show(now, self.config.batch_size, self.config.target, self.step - first, end - first)
                 if self.stage == "search" and self.step == min(self.schedule.freeze, end):
                     self.freeze()
                 if self.step % self.per_epoch == 0:
@@ -330,21 +352,43 @@ class Run:
         if config.clip_grad is not None:
             learned = [p for group in self.optimizer.param_groups for p in group["params"]]
             self.accelerator.clip_grad_norm_(learned, config.clip_grad)
+        scale = self.accelerator.scaler.get_scale() if self.accelerator.scaler is not None else 1.0
         self.stepper.step()
         self.model.zero_grad()  # of the whole model: logits that a target sets are in no group
         if self.average is not None:
             self.average.update(self.raw, step=self.step)
         if self.controller is not None:
-            self._control(self.controller)
+            self._control(self.controller, scale)
         return total
 
-    def _control(self, controller: Controller) -> None:
-        scaler = self.accelerator.scaler
-        controller.observe(self._mean, scaler.get_scale() if scaler is not None else 1.0)
+    def _control(self, controller: Controller, scale: float) -> None:
+        if self.accelerator.optimizer_step_was_skipped:  # float16 overflowed: these gradients are not finite
+            controller.gradient.zero_()
+        else:
+            controller.observe(self._mean, scale)
         after = self.step + 1
         if after % max(1, self.schedule.freeze // PROJECTIONS) == 0 or after == self.schedule.freeze:
             allowed = self.schedule.budget(after, controller.dense_cost, controller.target)
             controller.project(allowed, self.schedule.sharpness(after))
+            self.facts |= self._facts(controller.widths)
+
+    def _facts(self, widths: Sequence[Widths]) -> dict[str, Any]:
+        """What a network of these widths has and costs."""
+        facts = {
+            "hard_macs": macs_of_widths(self.raw, widths) / self.dense_macs,
+            "open_heads": sum(one.heads or 0 for one in widths),
+            "open_blocks": sum(one.neurons is not None for one in widths),
+        }
+        if self.config.cost and self.stage != "dense":
+            facts["cost"] = self.cost.of_widths(self.raw, widths)
+        return facts
+
+    def _widths(self) -> list[Widths]:
+        """The padded widths of the present network, gates hardened."""
+        if not is_gated(self.raw):
+            return [site.widths for site in family.sites(self.raw)]
+        topology = harden(self.raw)
+        return [b.widths(w, self.config.round_to) for b, w in zip(topology.blocks, topology.dense, strict=True)]
 
     def _mean(self, tensor: Tensor) -> Tensor:
         mean: Tensor = self.accelerator.reduce(tensor, "mean")
@@ -411,14 +455,10 @@ class Run:
         """How decided the gates are, and what they expect to cost against what they cost."""
         p = torch.cat([gate.probability().detach().flatten() for gate in gates(self.raw)])
         expected = MacCost(self.raw).total(expected_counts(self.raw)).item()
-        hard = macs(self.raw, round_to=self.config.round_to)
-        blocks = harden(self.raw).blocks
         return {
             "undecided": ((p > 0.05) & (p < 0.95)).float().mean().item(),
             "expected_macs": expected / self.dense_macs,
-            "hard_macs": hard / self.dense_macs,
-            "open_heads": sum(len(block.heads or ()) for block in blocks),
-            "open_blocks": sum(block.neurons is not None for block in blocks),
+            **self._facts(self._widths()),
         }
 
     def _log(self, stage: str, terms: dict[str, Tensor], seconds: float) -> None:
@@ -440,7 +480,8 @@ class Run:
         if is_gated(self.raw) and self.topology is None:
             line |= self._gate_record() | {"temperature": self.schedule.temperature(self.step)}
         else:
-            line["hard_macs"] = macs(self.raw, round_to=self.config.round_to) / self.dense_macs
+            line |= self._facts(self._widths())
+        self.facts |= {name: line[name] for name in FACTS if name in line}
         if self.folder is not None:
             self.folder.log(line)
             self.progress.say(epoch_line(line, self.config.target))
@@ -569,6 +610,8 @@ class Run:
             "params": sum(p.numel() for p in model.parameters()),
             "seconds": self.seconds,
         }
+        if isinstance(self.cost, LatencyCost):
+            self.record |= self._timed(model, self.cost)
         if self.folder is not None:
             save(model, self.out / "compact", self.data.class_names)
             self.folder.close()
@@ -576,6 +619,20 @@ class Run:
         if self.config.trackers:
             self.accelerator.end_training()
         return Result(model, self._dense_again(), self.out / "compact", self.record, self.main)
+
+    def _timed(self, model: ViT, cost: LatencyCost) -> dict[str, Any]:
+        """What the table predicts, and what the clock says where this is the device of the table."""
+        table = cost.table
+        found: dict[str, Any] = {
+            "unit": table.unit,
+            "dense_predicted": cost.outside + cost.dense,
+            "predicted": cost.of_widths(model, [site.widths for site in family.sites(model)]),
+        }
+        if self.main and (table.device, table.unit) == (device_name(self.device), "ms"):
+            with precision(table.precision) as dtype:
+                found["measured"] = network_time(model, self.device, dtype, table.batch)
+            found["dense_measured"] = table.dense
+        return found
 
     def _dense_again(self) -> ViT:
         """The dense model: the teacher where it is its own, else built anew (its speed is what is asked for)."""

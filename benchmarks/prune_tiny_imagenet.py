@@ -1,7 +1,7 @@
-"""Prune ViT-Ti on Tiny-ImageNet with the whole set on the device: one run, one JSON record.
+"""Prune ViT-Ti or DINOv2-S on Tiny-ImageNet with the whole set on the device: one run, one JSON record.
 
     python benchmarks/prune_tiny_imagenet.py --data DIR --weights vit_tiny_tin128.safetensors --out runs/x \
-        [--set lr=5e-4 --set seed=1] [--final] [--json FILE]
+        [--start dinov2_small] [--set lr=5e-4 --set seed=1] [--final] [--json FILE]
 
 DIR holds the sheets `train_0.jpg` to `train_9.jpg` and `val.jpg`. Choices are made on sheet 9, trained on the others;
 `--final` trains on all ten and scores on the validation sheet.
@@ -10,18 +10,23 @@ DIR holds the sheets `train_0.jpg` to `train_9.jpg` and `val.jpg`. Choices are m
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
-from tiny_imagenet import CLASSES, SIZE, validation_images
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from tiny_imagenet import CLASSES, validation_images
 
-from hiap.config import read_config
+from hiap.config import Config, read_config
 from hiap.data import Augmentation, ByteData
 from hiap.train import prune
 
+HALF = (0.5, 0.5, 0.5)
+STARTS = {  # model, input size, normalisation
+    "vit_tiny": ("vit_tiny_patch16_224", 128, (HALF, HALF)),
+    "dinov2_small": ("vit_small_patch14_dinov2", 126, (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)),
+}
 BASE = {
-    "model": "vit_tiny_patch16_224",
-    "img_size": SIZE,
     "target": "50%",
     "epochs": 15,
     "batch_size": 1024,
@@ -33,29 +38,39 @@ BASE = {
 }
 
 
-def sheets(folder: Path, final: bool, device: torch.device, seed: int) -> ByteData:
+def configuration(start: str, weights: str, given: dict[str, Any]) -> Config:
+    """The base configuration of a start, with some options given."""
+    model, size, (mean, std) = STARTS[start]
+    own = {"model": model, "img_size": size, "mean": list(mean), "std": list(std), "weights": weights}
+    return read_config(None, {**BASE, **own, **given})
+
+
+def sheets(folder: Path, start: str, final: bool, device: torch.device, seed: int, limit: int = 50) -> ByteData:
+    """Nine sheets and the tenth, or all ten and the validation sheet; `limit` images a class of each sheet."""
+    _, size, normalisation = STARTS[start]
     names = [f"train_{i}" for i in range(10 if final else 9)]
-    parts = [validation_images(folder / f"{name}.jpg", range(50)) for name in names]
+    parts = [validation_images(folder / f"{name}.jpg", range(limit)) for name in names]
     train = (torch.cat([images for images, _ in parts]), torch.cat([labels for _, labels in parts]))
-    val = validation_images(folder / ("val.jpg" if final else "train_9.jpg"), range(50))
-    half = ((0.5,) * 3, (0.5,) * 3)
+    val = validation_images(folder / ("val.jpg" if final else "train_9.jpg"), range(limit))
     classes = [str(i) for i in range(CLASSES)]
-    return ByteData(train, val, (SIZE, SIZE), half, Augmentation(0.35, 0.5, None, 0.0), device, seed, classes)
+    augmentation = Augmentation(0.35, 0.5, None, 0.0)
+    return ByteData(train, val, (size, size), normalisation, augmentation, device, seed, classes)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with the sheets")
-    parser.add_argument("--weights", required=True, help="ViT-Ti weights (safetensors)")
+    parser.add_argument("--start", choices=sorted(STARTS), default="vit_tiny")
+    parser.add_argument("--weights", required=True, help="weights of the start (safetensors)")
     parser.add_argument("--out", required=True, help="folder of the run")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the run, as YAML")
     parser.add_argument("--final", action="store_true", help="train on all sheets, score on the validation sheet")
     parser.add_argument("--json", type=Path, help="write the record here")
     options = parser.parse_args()
     given = {key: yaml.safe_load(value) for key, _, value in (pair.partition("=") for pair in options.set)}
-    config = read_config(None, {**BASE, "weights": options.weights, **given})
+    config = configuration(options.start, options.weights, given)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    result = prune(config, options.out, data=sheets(options.data, options.final, device, config.seed))
+    result = prune(config, options.out, data=sheets(options.data, options.start, options.final, device, config.seed))
     print(json.dumps(result.record))
     if options.json:
         options.json.write_text(json.dumps({"options": given, **result.record}) + "\n")

@@ -214,19 +214,16 @@ class Controller:
         ranks = self._rankings(worths)
         threshold = self._threshold(worths, ranks, max(allowed, self.target))
         self.widths = self._widths(ranks, threshold)
-        by_gate = {
-            id(kinds[kind]): (kind, values.flatten())
-            for kinds, worth in zip(self.kinds, worths, strict=True)
-            for kind, values in worth.items()
-        }
-        logits = list(self._split(self._logits()))
-        for i, gate in enumerate(self.all_gates):
-            kind, values = by_gate.get(id(gate), ("", logits[i]))
-            if kind and self.mode == "importance":
-                logits[i] = (values - threshold) * sharpness
-            elif kind:
-                logits[i] = logits[i] - max(threshold, 0.0) * self.weight[kind]
-        flat = torch.cat(logits).clamp(-LIMIT, LIMIT)
+        logits = dict(zip(map(id, self.all_gates), self._split(self._logits()), strict=True))
+        for site, kinds, worth, rank in zip(self.sites, self.kinds, worths, ranks, strict=True):
+            inner = self._block_widths(site.widths, rank.without("attention").without("block"), threshold)
+            for kind, values in worth.items():
+                key = id(kinds[kind])
+                if self.mode == "importance":
+                    logits[key] = ((values - _level(values, threshold, kind, inner)) * sharpness).flatten()
+                else:
+                    logits[key] = logits[key] - max(threshold, 0.0) * self.weight[kind]
+        flat = torch.cat([logits[id(gate)] for gate in self.all_gates]).clamp(-LIMIT, LIMIT)
         first = self.all_gates[0].logit
         flat = flat.to(first.dtype)
         self._known = flat.double() if self.mode == "importance" else None
@@ -403,6 +400,25 @@ class Controller:
 
     def _split(self, flat: Tensor) -> Sequence[Tensor]:
         return torch.split(flat, [gate.logit.numel() for gate in self.all_gates])
+
+
+def _level(values: Tensor, threshold: float, kind: str, widths: Widths) -> Tensor:
+    """The worth from which on units are open: the threshold, or less where floors and padding keep more.
+
+    Args:
+        widths: of the block, were its branches open: units inside a closed branch keep their own ranking, so that the
+            branch can come back.
+    """
+    kept = {"head": widths.heads, "value_dim": widths.value_dim, "qk_dim": widths.qk_dim, "neuron": widths.neurons}
+    count = kept.get(kind)
+    level = torch.full((1,), threshold, dtype=values.dtype)
+    if not count:
+        return level
+    rows = values.view(1, -1) if kind in ("head", "neuron") else values
+    ordered = rows.sort(dim=-1, descending=True).values
+    after = ordered[:, count] if count < ordered.shape[1] else ordered[:, -1] - 1.0
+    middle = (ordered[:, count - 1] + after) / 2
+    return middle.clamp(max=threshold).view(-1, *[1] * (values.ndim - 1))
 
 
 def _rank(kind: str, values: Tensor) -> Tensor:

@@ -291,15 +291,24 @@ class Run:
                     self.seconds += time.perf_counter() - started
                     self._log(stage, terms, time.perf_counter() - started)
                     started = time.perf_counter()
-                if due or self._terminated:
+                stopping = self._stopping()
+                if due or stopping:
                     self.seconds += time.perf_counter() - started
                     started = time.perf_counter()
                     self.save_checkpoint()
-                if self._terminated:
+                if stopping:
                     raise SystemExit(143)
                 if self.step >= end:
                     break
             epoch, position = epoch + 1, 0
+
+    def _stopping(self) -> bool:
+        """Whether a signal came. Processes must agree on the step, so several ask each other at every tenth."""
+        if self.world == 1:
+            return self._terminated
+        if self.step % 10:
+            return False
+        return bool(self._mean(torch.tensor(float(self._terminated), device=self.device)) > 0)
 
     def train_step(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         """One optimiser step. Returns the named terms of the loss."""
@@ -588,7 +597,7 @@ class Run:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGTERM ends the run after the present step, with a checkpoint."""
+        """SIGTERM ends the run soon, with a checkpoint."""
 
         def stop(*_: object) -> None:
             self._terminated = True

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from safetensors.torch import load_file
 
@@ -194,6 +195,25 @@ def test_the_teacher_sees_its_own_normalisation_and_size() -> None:
     torch.testing.assert_close(seen[0], expected)
     Teacher(Spy(), student, own, (12, 12), torch.device("cpu"))(pixels)
     assert seen[1].shape == (2, 3, 12, 12)
+
+
+def test_a_teacher_that_does_not_fit_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = timm.create_model
+    monkeypatch.setattr("timm.create_model", lambda name, pretrained=False, **rest: create(name, **rest))
+    torch.save(create("resnet10t", num_classes=3).state_dict(), tmp_path / "three.pth")
+    for teacher, weights, words in (
+        ("resnet1000", None, r"teacher resnet1000 cannot be had \(Unknown model"),
+        ("resnet10t", None, "resnet10t has 1000 classes and 3 channels, the data 10 and 1"),
+        ("resnet10t", "three.pth", "three.pth does not fit the teacher resnet10t with the 10 classes of the data"),
+    ):
+        config = tiny(teacher=teacher, teacher_weights=weights and str(tmp_path / weights))
+        with pytest.raises(ConfigError, match=words):
+            prune(config, tmp_path / "run", data=noise_data(512, 8))
+        with pytest.raises(ConfigError, match=words):
+            plan(config)
+    assert not (tmp_path / "run").exists()
 
 
 class TestReliability:

@@ -25,11 +25,11 @@ SMALL = {
 }
 
 
-def kill_at_step(stage: str, step: int, how: signal.Signals) -> None:
+def kill_at_step(stage: str, step: int, how: signal.Signals, rank: int | None) -> None:
     train_step = Run.train_step
 
     def step_and_kill(self: Run, *batch: torch.Tensor) -> dict[str, torch.Tensor]:
-        if (self.stage, self.step) == (stage, step):
+        if (self.stage, self.step) == (stage, step) and rank in (None, self.rank):
             os.kill(os.getpid(), how)
         return train_step(self, *batch)
 
@@ -59,8 +59,8 @@ def main() -> None:
     for pair in rest:
         key, _, value = pair.partition("=")
         if key == "--kill-step":
-            stage, step, how = value.split(":")
-            kill_at_step(stage, int(step), signal.Signals[how])
+            stage, step, how, *rank = value.split(":")
+            kill_at_step(stage, int(step), signal.Signals[how], int(rank[0]) if rank else None)
         elif key == "--kill-save":
             kill_in_save(int(value))
         elif key != "--resume":

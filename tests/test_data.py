@@ -70,6 +70,12 @@ def test_broken_images_are_skipped_with_a_count_or_refused(photos: Path, hold: b
         list(opened(photos, hold=hold, strict=True).train(0, 0, 24, 0, 1))
 
 
+def test_the_strongest_augmentation_works(photos: Path) -> None:
+    strong = Augmentation(crop=1.0, flip=0.0, policy="rand-m10-n8-inc1", erase=0.0)
+    data = open_data(str(photos), (16, 16), HALF, strong, CPU, 0, 0, True, 3)
+    assert all(x.isfinite().all() for epoch in range(4) for x, _ in data.train(epoch, 0, 8, 0, 1))
+
+
 def test_wrong_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     with pytest.raises(ValueError, match=r"must hold the folders train and val.*found \['images'\]"):

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from safetensors.torch import load_file
 
@@ -196,16 +197,35 @@ def test_the_teacher_sees_its_own_normalisation_and_size() -> None:
     assert seen[1].shape == (2, 3, 12, 12)
 
 
+def test_a_teacher_that_does_not_fit_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = timm.create_model
+    monkeypatch.setattr("timm.create_model", lambda name, pretrained=False, **rest: create(name, **rest))
+    torch.save(create("resnet10t", num_classes=3).state_dict(), tmp_path / "three.pth")
+    for teacher, weights, words in (
+        ("resnet1000", None, r"teacher resnet1000 cannot be had \(Unknown model"),
+        ("resnet10t", None, "resnet10t has 1000 classes and 3 channels, the data 10 and 1"),
+        ("resnet10t", "three.pth", "three.pth does not fit the teacher resnet10t with the 10 classes of the data"),
+    ):
+        config = tiny(teacher=teacher, teacher_weights=weights and str(tmp_path / weights))
+        with pytest.raises(ConfigError, match=words):
+            prune(config, tmp_path / "run", data=noise_data(512, 8))
+        with pytest.raises(ConfigError, match=words):
+            plan(config)
+    assert not (tmp_path / "run").exists()
+
+
 class TestReliability:
     """Real processes, really killed."""
 
     @staticmethod
-    def run(out: Path, *options: str, check: int | None = 0, nproc: int = 1) -> subprocess.CompletedProcess[str]:
-        launch = (
-            ["-m", "torch.distributed.run", "--nproc_per_node", str(nproc), "--master_port", "29513"]
-            if nproc > 1
-            else []
-        )
+    def run(out: Path, *options: str, check: int | None = 0, launcher: str = "") -> subprocess.CompletedProcess[str]:
+        launch = {
+            "": "",
+            "torchrun": "-m torch.distributed.run --nproc_per_node 2 --master_port 29513",
+            "accelerate": "-m accelerate.commands.launch --multi_gpu --num_processes 2 --main_process_port 29514",
+        }[launcher].split()
         command = [sys.executable, *launch, str(Path(__file__).parent / "driver.py"), str(out), *options]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
@@ -273,7 +293,7 @@ class TestReliability:
     def test_two_processes_follow_one(self, tmp_path: Path) -> None:
         options = ["mixup=0.0", "crop=1.0", "ema=0.0"]
         self.run(tmp_path / "one", *options)
-        self.run(tmp_path / "two", *options, nproc=2)
+        self.run(tmp_path / "two", *options, launcher="torchrun")
         one, two = (
             [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
             for name in ("one", "two")
@@ -283,6 +303,13 @@ class TestReliability:
             assert a["task"] == pytest.approx(b["task"], rel=2e-3)
         topologies = [hiap.load(tmp_path / name / "compact").hiap.topology for name in ("one", "two")]
         assert topologies[0] == topologies[1]
+
+    def test_a_signal_to_one_process_stops_both_and_the_run_goes_on(self, tmp_path: Path) -> None:
+        out = tmp_path / "run"
+        self.run(out, "dense_epochs=0", "--kill-step=search:4:SIGTERM:1", check=1, launcher="accelerate")
+        assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-000000010"]
+        self.run(out, "dense_epochs=0", "--resume", launcher="accelerate")
+        assert hiap.macs(hiap.load(out / "compact")) > 0
 
     def test_folders_in_use_or_of_another_run_are_refused(self, tmp_path: Path) -> None:
         first = RunFolder(tmp_path / "run", "seed: 0\n", resume=False)

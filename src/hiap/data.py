@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from PIL import Image, ImageOps
 from safetensors.torch import load_file
 from timm.data import create_dataset, create_transform
 from torch import Tensor
@@ -233,7 +233,15 @@ def _transforms(
         auto_augment=augmentation.policy,
         re_prob=augmentation.erase,
     )
+    for op in (op for step in vary.transforms for op in getattr(step, "ops", ())):
+        if op.name.startswith("Posterize"):
+            op.aug_fn = _posterize
     return vary, create_transform(**common)
+
+
+def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
+    """timm's strongest posterizing keeps no bit, which is black; Pillow 13 refuses it."""
+    return ImageOps.posterize(image, bits) if bits > 0 else image.point(lambda _: 0)
 
 
 def _transform(transform: Any, image: Image.Image, seed: int) -> Tensor:

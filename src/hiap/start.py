@@ -8,7 +8,7 @@ import safetensors.torch
 import timm
 import torch
 from timm.data import resolve_data_config
-from torch import Tensor
+from torch import Tensor, nn
 
 from hiap.attach import attach, gates
 from hiap.budget import Controller, Floors, Target
@@ -19,7 +19,16 @@ from hiap.families import timm as family
 from hiap.families.timm import ViT
 from hiap.latency import UNITS, LatencyCost
 
-__all__ = ["dense_model", "load_data", "make_controller", "make_cost", "normalisation", "plan", "read_weights"]
+__all__ = [
+    "dense_model",
+    "load_data",
+    "make_controller",
+    "make_cost",
+    "normalisation",
+    "other_teacher",
+    "plan",
+    "read_weights",
+]
 
 
 def dense_model(config: Config) -> ViT:
@@ -43,6 +52,39 @@ def dense_model(config: Config) -> ViT:
             f"the pretrained weights of {config.model} cannot be had ({error}). Pass --weights FILE, or "
             "--no-pretrained (with --dense-epochs) to begin without"
         ) from error
+
+
+def other_teacher(config: Config, classes: int, channels: int) -> nn.Module | None:
+    """The teacher where it is another model than the dense one.
+
+    Raises:
+        ConfigError: timm does not know it, its weights cannot be had, or it does not fit the data.
+    """
+    if config.teacher in ("none", "self") or config.distill_weight == 0:
+        return None
+    given = config.teacher_weights
+    try:
+        model: nn.Module = timm.create_model(
+            config.teacher, pretrained=given is None, **({"num_classes": classes} if given else {})
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"the teacher {config.teacher} cannot be had ({error}). Pass --teacher-weights FILE, or --teacher self"
+        ) from error
+    if given is not None:
+        try:
+            model.load_state_dict(read_weights(given))
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{given} does not fit the teacher {config.teacher} with the {classes} classes of the data: {error}"
+            ) from error
+    own = getattr(model, "num_classes", None), resolve_data_config({}, model=model)["input_size"][0]
+    if own != (classes, channels):
+        raise ConfigError(
+            f"the teacher {config.teacher} has {own[0]} classes and {own[1]} channels, the data {classes} and "
+            f"{channels}. Pass --teacher-weights FILE of one trained on this data, or --teacher self"
+        )
+    return model
 
 
 def read_weights(path: str) -> dict[str, Tensor]:
@@ -91,6 +133,7 @@ def plan(config: Config) -> list[str]:
     data = load_data(config, model, torch.device("cpu"))
     if model.num_classes != data.classes:
         model.reset_classifier(data.classes)
+    other_teacher(config, data.classes, model.patch_embed.proj.in_channels)
     kinds = config.gate_kinds(any(site.qk_norm for site in family.sites(model)))
     dense = macs(model)
     gated = attach(model, kinds, config.keep_blocks)

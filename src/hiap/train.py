@@ -42,7 +42,7 @@ from hiap.latency import LatencyCost, network_time
 from hiap.objective import Teacher, cost_terms, distillation, feasibility_terms, task_loss
 from hiap.progress import Progress, epoch_line
 from hiap.schedule import Schedule
-from hiap.start import dense_model, load_data, make_controller, make_cost, normalisation, read_weights
+from hiap.start import dense_model, load_data, make_controller, make_cost, normalisation, other_teacher
 from hiap.state import RunError, RunFolder, checkpoints, load_checkpoint
 from hiap.timing import device_name, precision
 from hiap.topology import Topology, harden, set_topology
@@ -156,6 +156,7 @@ class Run:
             config.sharp_end,
         )
         self.stop = (config.stop_after or config.epochs) * self.per_epoch
+        self.other_teacher = other_teacher(config, self.data.classes, model.patch_embed.proj.in_channels)
         self._plan()  # refuses what cannot be reached, before the folder is made
         self.folder = RunFolder(out, config.to_yaml(), resume) if self.main else None
         self.accelerator.wait_for_everyone()
@@ -223,18 +224,10 @@ class Run:
         size = family.image_size(self.dense)
         if config.teacher == "self":
             return Teacher(copy.deepcopy(self.dense), self.norm, self.norm, size, self.device)
-        try:
-            model = timm.create_model(config.teacher, pretrained=config.teacher_weights is None)
-        except (OSError, RuntimeError, ValueError) as error:
-            raise ConfigError(
-                f"the teacher {config.teacher} cannot be had ({error}). Pass --teacher-weights FILE, or --teacher self"
-            ) from error
-        if config.teacher_weights is not None:
-            model.load_state_dict(read_weights(config.teacher_weights))
-        if getattr(model, "num_classes", None) != self.data.classes:
-            raise ConfigError(f"the teacher has {model.num_classes} classes, the data {self.data.classes}")
-        own = resolve_data_config({}, model=model)
-        return Teacher(model, self.norm, (tuple(own["mean"]), tuple(own["std"])), own["input_size"][1:], self.device)
+        assert self.other_teacher is not None
+        own = resolve_data_config({}, model=self.other_teacher)
+        norm, size = (tuple(own["mean"]), tuple(own["std"])), own["input_size"][1:]
+        return Teacher(self.other_teacher, self.norm, norm, size, self.device)
 
     def freeze(self) -> None:
         """Decide the topology; with `shrink`, go on with the extracted network."""
@@ -313,15 +306,24 @@ class Run:
                     self.seconds += time.perf_counter() - started
                     self._log(stage, terms, time.perf_counter() - started)
                     started = time.perf_counter()
-                if due or self._terminated:
+                stopping = self._stopping()
+                if due or stopping:
                     self.seconds += time.perf_counter() - started
                     started = time.perf_counter()
                     self.save_checkpoint()
-                if self._terminated:
+                if stopping:
                     raise SystemExit(143)
                 if self.step >= end:
                     break
             epoch, position = epoch + 1, 0
+
+    def _stopping(self) -> bool:
+        """Whether a signal came. Processes must agree on the step, so several ask each other at every tenth."""
+        if self.world == 1:
+            return self._terminated
+        if self.step % 10:
+            return False
+        return bool(self._mean(torch.tensor(float(self._terminated), device=self.device)) > 0)
 
     def train_step(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         """One optimiser step. Returns the named terms of the loss."""
@@ -645,7 +647,7 @@ class Run:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGTERM ends the run after the present step, with a checkpoint."""
+        """SIGTERM ends the run soon, with a checkpoint."""
 
         def stop(*_: object) -> None:
             self._terminated = True

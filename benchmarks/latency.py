@@ -1,11 +1,10 @@
 """How well a latency table predicts whole networks: random topologies, predicted against measured.
 
-    python benchmarks/latency.py [--model deit_base_patch16_224] [--dtype bf16] [--batch 256] [--topologies 20]
-        [--table FILE] [--json FILE]
+    python benchmarks/latency.py [--model deit_base_patch16_224] [--dtype bf16] [--batch 256] [--mode compile]
+        [--topologies 20] [--table FILE] [--json FILE]
 
 Measures a table first, unless one is given that was measured on this device. Heads, q/k dims, value dims and neurons
-are drawn at random for every block, in multiples of 8; one branch in ten is gone. Networks run as tables are measured:
-a CUDA graph of eager kernels on a GPU, eager on a CPU.
+are drawn at random for every block, in multiples of 8; one branch in ten is gone. Networks run in the table's mode.
 """
 
 import argparse
@@ -19,7 +18,7 @@ import torch
 
 import hiap
 from hiap.families.timm import sites
-from hiap.latency import LatencyCost, LatencyTable, measure, network_time
+from hiap.latency import MODES, LatencyCost, LatencyTable, measure, network_cost
 from hiap.timing import PRECISIONS, device_name, precision
 
 
@@ -43,6 +42,7 @@ def main() -> None:
     parser.add_argument("--img-size", type=int)
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--mode", choices=sorted(MODES), help="graph by default with CUDA, else eager")
     parser.add_argument("--topologies", type=int, default=20)
     parser.add_argument("--table", type=Path, help="a table to judge, instead of a new one")
     parser.add_argument("--save-table", type=Path, help="keep the new table here")
@@ -56,19 +56,23 @@ def main() -> None:
     if options.table:
         table = LatencyTable.load(options.table)
     else:
-        table = measure(model, device, options.dtype, options.batch, name=options.model)
+        table = measure(model, device, options.dtype, options.batch, mode=options.mode, name=options.model)
     seconds = time.perf_counter() - start
     if options.save_table:
         table.save(options.save_table)
     cost = LatencyCost(model, table, device_name(device), options.dtype)
-    print(f"{table.device}, {options.model}, {options.dtype}, batch {options.batch}; table in {seconds:.0f} s")
+    print(
+        f"{table.device}, {options.model}, {options.dtype}, batch {options.batch}, {table.mode}; took {seconds:.0f} s"
+    )
     rows = [("dense", cost.outside + cost.dense, table.dense)]
     chance = random.Random(0)
     for i in range(options.topologies):
         compact = hiap.extract(model, random_topology(model, chance))
         predicted = cost.of_widths(compact, [site.widths for site in sites(compact)])
         with precision(options.dtype):
-            rows.append((str(i), predicted, network_time(compact, device, PRECISIONS[options.dtype], options.batch)))
+            rows.append(
+                (str(i), predicted, network_cost(compact, device, PRECISIONS[options.dtype], options.batch, table.mode))
+            )
     print("topology  predicted  measured   error")
     for name, predicted, measured in rows:
         print(f"{name:8} {predicted:10.3f} {measured:9.3f} {predicted / measured - 1:+7.1%}")

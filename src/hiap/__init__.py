@@ -18,6 +18,8 @@ from hiap.cost import Counts, MacCost, ParamCost, expected_counts, hard_counts, 
 from hiap.errors import CheckpointError, ExtractionError, TopologyError, UnsupportedModelError
 from hiap.extract import Provenance, extract
 from hiap.gates import GRANULARITIES, Gate
+from hiap.latency import LatencyCost, LatencyError, LatencyTable, measure
+from hiap.optimize import compiled, optimize
 from hiap.schedule import Schedule
 from hiap.topology import BlockTopology, Topology, harden, set_topology
 
@@ -34,6 +36,9 @@ __all__ = [
     "ExtractionError",
     "Floors",
     "Gate",
+    "LatencyCost",
+    "LatencyError",
+    "LatencyTable",
     "MacCost",
     "ParamCost",
     "Provenance",
@@ -42,6 +47,7 @@ __all__ = [
     "TopologyError",
     "UnsupportedModelError",
     "attach",
+    "compiled",
     "detach",
     "expected_counts",
     "extract",
@@ -50,6 +56,8 @@ __all__ = [
     "harden",
     "load",
     "macs",
+    "measure",
+    "optimize",
     "parameter_groups",
     "prune",
     "read_config",

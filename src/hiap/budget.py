@@ -265,30 +265,36 @@ class Controller:
             widths[best[1]] = best[2]
 
     def _exchange(self, widths: list[Widths], ranks: Ranking, threshold: float) -> list[Widths]:
-        """Where only large units are left to open: open one, pay with the least neurons, and fill again."""
+        """Where only large units are left to open: open one, pay with the least neurons or heads, fill again."""
         best = widths
         for i, now in enumerate(widths):
             for _, wider in self._moves(i, now, ranks[i], threshold):
                 trial = [*widths[:i], wider, *widths[i + 1 :]]
                 while self._cost(trial) > self.target:
-                    groups = [
-                        (ranks[j].worth("neuron", one.neurons - 1), j)
-                        for j, one in enumerate(trial)
-                        if one.neurons and "neuron" in ranks[j] and self._narrower(j, one) < one.neurons
+                    payments = [pay for j, one in enumerate(trial) for pay in self._fewer_neurons(j, one, ranks[j])]
+                    payments = payments or [
+                        pay for j, one in enumerate(trial) if j != i for pay in self._fewer_heads(j, one, ranks[j])
                     ]
-                    if not groups:
+                    if not payments:
                         break
-                    j = min(groups)[1]
-                    trial[j] = replace(trial[j], neurons=self._narrower(j, trial[j]))
+                    _, j, narrower = min(payments, key=lambda pay: pay[0])
+                    trial[j] = narrower
                 if self._cost(best) < self._cost(trial) <= self.target:
                     best = trial
         return self._fill(best, ranks, threshold)
 
-    def _narrower(self, index: int, now: Widths) -> int:
-        """The next smaller number of neurons that the floor allows."""
+    def _fewer_neurons(self, index: int, now: Widths, rank: _Ranked) -> Iterator[tuple[float, int, Widths]]:
+        """What a block is without its least neurons, with their worth; nothing at the floor."""
         full = self.sites[index].widths.neurons or 0
         least = self._pad(max(math.ceil(self.floors.neurons * full), 1), full)
-        return max(self._pad((now.neurons or 0) - self.round_to, full), least)
+        fewer = max(self._pad((now.neurons or 0) - self.round_to, full), least)
+        if now.neurons and "neuron" in rank and fewer < now.neurons:
+            yield rank.worth("neuron", now.neurons - 1), index, replace(now, neurons=fewer)
+
+    def _fewer_heads(self, index: int, now: Widths, rank: _Ranked) -> Iterator[tuple[float, int, Widths]]:
+        """Likewise, without its least head."""
+        if now.heads and "head" in rank and now.heads > max(self.floors.heads, 1):
+            yield rank.worth("head", now.heads - 1), index, replace(now, heads=now.heads - 1)
 
     def _price(self, index: int, now: Widths, then: Widths) -> float:
         return self.cost.block(self.sites[index], then) - self.cost.block(self.sites[index], now)

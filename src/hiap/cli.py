@@ -136,6 +136,9 @@ def _add_measure(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", help="cuda or cpu; CUDA by default where there is any")
     command.add_argument("--dtype", default="bf16", help="fp32, tf32, bf16 or fp16 (default bf16)")
     command.add_argument("--batch", type=int, default=256, help="images at a time (default 256)")
+    command.add_argument(
+        "--mode", help="how networks will run: eager, graph (default with CUDA) or compile (optimised and compiled)"
+    )
     command.add_argument("--unit", default="ms", help="ms, or mJ where the GPU reports energy (default ms)")
     command.add_argument("-o", "--output", required=True, help="JSON file to write")
 
@@ -372,7 +375,7 @@ def _measure(options: argparse.Namespace) -> int:
 
     device, start = _device(options.device), time.perf_counter()
     model = _random_model(options).to(device)
-    found = measure(model, device, options.dtype, options.batch, options.unit, options.model, say=print)
+    found = measure(model, device, options.dtype, options.batch, options.unit, options.mode, options.model, say=print)
     found.save(options.output)
     print(
         f"{found.device}, {found.precision}, batch {found.batch}: the dense model takes {found.dense:.3f} {found.unit}"

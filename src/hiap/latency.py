@@ -8,12 +8,13 @@ table is JSON: measured on one machine, used on another.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,12 +24,18 @@ from hiap.compact import Widths, shrink_block
 from hiap.cost import Cost, Counts, open_units
 from hiap.families import timm as family
 from hiap.families.timm import Site, ViT
+from hiap.optimize import compiled, optimize
 from hiap.timing import PRECISIONS, Run, device_name, graphed, materialise, precision, timings
 
-__all__ = ["UNITS", "LatencyCost", "LatencyError", "LatencyTable", "measure", "network_time"]
+__all__ = ["MODES", "UNITS", "LatencyCost", "LatencyError", "LatencyTable", "measure", "network_cost"]
 
 FORMAT = 1
 UNITS = ("ms", "mJ")
+MODES = {
+    "eager": "as it is",
+    "graph": "its kernels in a CUDA graph",
+    "compile": "optimised and compiled, in a CUDA graph where there is CUDA",
+}
 AXES = ("heads", "qk_dim", "value_dim", "neurons")
 CHAIN = 4  # copies of a part in one timed call, one after the other as in a network
 
@@ -43,7 +50,7 @@ class LatencyTable:
 
     Attributes:
         unit: "ms" or "mJ", of one forward of a batch.
-        device, precision, batch, mode: what it was measured on; `mode` is "graph" (a CUDA graph) or "eager".
+        device, precision, batch, mode: what it was measured on; `mode` is one of MODES.
         dim, tokens: of the network.
         heads, qk_dim, value_dim, neurons: the grid.
         attention: cost of a branch by heads, q/k dims and value dims; `ffn` by neurons; `outside` of all else.
@@ -75,6 +82,8 @@ class LatencyTable:
             wrong.append(f"unit must be one of {', '.join(UNITS)}; found {self.unit!r}")
         if self.precision not in PRECISIONS:
             wrong.append(f"precision must be one of {', '.join(PRECISIONS)}; found {self.precision!r}")
+        if self.mode not in MODES:
+            wrong.append(f"mode must be one of {', '.join(MODES)}; found {self.mode!r}")
         if not self.device:
             wrong.append("device must be named")
         for name in AXES:
@@ -281,47 +290,66 @@ def measure(
     precision_name: str = "bf16",
     batch: int = 256,
     unit: str = "ms",
+    mode: str | None = None,
     name: str = "",
     grid: dict[str, list[int]] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> LatencyTable:
     """Time the parts of a dense model over a grid of widths. The model is not changed.
 
+    Compiling every point would take too long. What a compiler fuses does not depend on the widths (residual and norm),
+    so for the mode "compile" parts are timed uncompiled, and what compiling gains at the whole width is taken off all.
+
     Args:
         unit: "ms", or "mJ" on GPUs that report energy (NVML).
+        mode: one of MODES; by default "graph" with CUDA, else "eager".
         name: of the model, for the record.
         grid: widths of the axes heads, qk_dim, value_dim and neurons; a default for what is not given.
 
     Raises:
-        LatencyError: the unit cannot be had on the device.
+        LatencyError: the unit or the mode cannot be had on the device.
     """
-    clock = _clock(unit, device)
+    mode = mode or ("graph" if device.type == "cuda" else "eager")
+    clock = _clock(unit, device, mode)
     sites = family.sites(model)
     largest = max(sites, key=lambda site: ((site.widths.heads or 0), (site.widths.neurons or 0)))
-    block, dim, tokens = largest.block, largest.dim, family.tokens(model)
-    axes = _grid(largest.widths, unit) | (grid or {})
+    whole, dim, tokens = largest.widths, largest.dim, family.tokens(model)
+    axes = _grid(whole, unit) | (grid or {})
     with precision(precision_name) as dtype:
         x = torch.randn(batch, tokens, dim, device=device, dtype=dtype)
 
-        def branch(widths: Widths) -> float:
-            part = materialise(shrink_block(copy.deepcopy(block), dim, widths), device).to(dtype).eval()
-            return clock(_chained(part, x)) / CHAIN
+        def part(widths: Widths) -> nn.Module:
+            block = shrink_block(copy.deepcopy(largest.block), dim, widths)
+            return materialise(block, device).to(dtype).eval()
 
-        branch(largest.widths)  # warms the device up
-        shape = [len(axes[axis]) for axis in AXES[:3]]
-        attention = []
-        for heads, queries, values in itertools.product(*(axes[axis] for axis in AXES[:3])):
-            attention.append(branch(Widths(heads, queries, values, None)))
+        def branch(widths: Widths) -> float:
+            return clock(functools.partial(_chain(part(widths), CHAIN), x)) / CHAIN
+
+        def gain(widths: Widths) -> float:
+            """What compiling saves of a branch that has others before and after it."""
+            if mode != "compile":
+                return 0.0
+            torch.compiler.reset()
+            short, long = (clock(functools.partial(compiled(_chain(part(widths), n)), x)) for n in (CHAIN, 2 * CHAIN))
+            return branch(widths) - (long - short) / CHAIN
+
+        branch(whole)  # warms the device up
+        off = gain(replace(whole, neurons=None))
+        attention = [
+            _less(branch(Widths(heads, queries, values, None)), off)
+            for heads, queries, values in itertools.product(*(axes[axis] for axis in AXES[:3]))
+        ]
         say(f"attention: {len(attention)} points")
-        ffn = [branch(Widths(None, 0, 0, neurons)) for neurons in axes["neurons"]]
+        off = gain(Widths(None, 0, 0, whole.neurons))
+        ffn = [_less(branch(Widths(None, 0, 0, neurons)), off) for neurons in axes["neurons"]]
         say(f"FFN: {len(ffn)} points")
-        outside, dense = (network_time(one, device, dtype, batch, clock) for one in (_hollow(model), model))
+        outside, dense = (network_cost(one, device, dtype, batch, mode, unit) for one in (_hollow(model), model))
     return LatencyTable(
         unit=unit,
         device=device_name(device),
         precision=precision_name,
         batch=batch,
-        mode="graph" if device.type == "cuda" else "eager",
+        mode=mode,
         model=name,
         dim=dim,
         tokens=tokens,
@@ -329,7 +357,7 @@ def measure(
         qk_dim=axes["qk_dim"],
         value_dim=axes["value_dim"],
         neurons=axes["neurons"],
-        attention=torch.tensor(attention, dtype=torch.float64).view(shape).tolist(),
+        attention=torch.tensor(attention, dtype=torch.float64).view([len(axes[axis]) for axis in AXES[:3]]).tolist(),
         ffn=ffn,
         outside=outside,
         dense=dense,
@@ -337,15 +365,24 @@ def measure(
     )
 
 
-def network_time(
-    model: nn.Module, device: torch.device, dtype: torch.dtype, batch: int, clock: Callable[[Run], float] | None = None
+def network_cost(
+    model: nn.Module, device: torch.device, dtype: torch.dtype, batch: int, mode: str, unit: str = "ms"
 ) -> float:
-    """A forward of a whole network as tables are measured: a CUDA graph where there is CUDA, else eager."""
-    net: ViT = copy.deepcopy(model).to(device, dtype).eval()
+    """A forward of a whole network on the clock that tables of a mode and a unit are made with."""
+    clock = _clock(unit, device, mode)
+    net: ViT = copy.deepcopy(model).to(device).eval()
     shape = (batch, net.patch_embed.proj.in_channels, *family.image_size(net))
     x = torch.randn(shape, device=device, dtype=dtype)
+    run: nn.Module = net.to(dtype)
+    if mode == "compile":
+        torch.compiler.reset()
+        run = compiled(optimize(net, dtype, batch, last_block=False))
     with torch.inference_mode():
-        return (clock or _clock("ms", device))(lambda: net(x))
+        return clock(lambda: run(x))
+
+
+def _less(cost: float, gain: float) -> float:
+    return max(cost - gain, 0.1 * cost)
 
 
 def _grid(widths: Widths, unit: str) -> dict[str, list[int]]:
@@ -373,32 +410,26 @@ def _hollow(model: nn.Module) -> ViT:
     return net
 
 
-def _chained(part: nn.Module, x: Tensor) -> Run:
-    def run() -> Tensor:
-        y = x
-        for _ in range(CHAIN):
-            y = part(y)
-        return y
-
-    return run
+def _chain(part: nn.Module, length: int) -> nn.Module:
+    return nn.Sequential(*[part] * length)
 
 
-def _clock(unit: str, device: torch.device) -> Callable[[Run], float]:
+def _clock(unit: str, device: torch.device, mode: str) -> Callable[[Run], float]:
     """What one call costs, in the unit, on the device."""
     if unit not in UNITS:
         raise LatencyError(f"unit must be one of {', '.join(UNITS)}; found {unit!r}")
+    if mode not in MODES:
+        raise LatencyError(f"mode must be one of {', '.join(MODES)}; found {mode!r}")
+    if mode == "graph" and device.type != "cuda":
+        raise LatencyError(f"CUDA graphs need a CUDA device; found {device}")
+    prepare = graphed if mode != "eager" and device.type == "cuda" else lambda run: run
     if unit == "mJ":
-        return _energy_clock(device)
-
-    def clock(run: Run) -> float:
-        on_gpu = device.type == "cuda"
-        call = graphed(run) if on_gpu else run
-        return min(timings([call], device, 2, 20)[0])  # what disturbs a clock makes it slow, never fast
-
-    return clock
+        return _energy_clock(device, prepare)
+    # What disturbs a clock makes it slow, never fast.
+    return lambda run: min(timings([prepare(run)], device, 2, 20)[0])
 
 
-def _energy_clock(device: torch.device, seconds: float = 0.5) -> Callable[[Run], float]:
+def _energy_clock(device: torch.device, prepare: Callable[[Run], Run], seconds: float = 0.5) -> Callable[[Run], float]:
     try:
         import pynvml
 
@@ -409,7 +440,7 @@ def _energy_clock(device: torch.device, seconds: float = 0.5) -> Callable[[Run],
         raise LatencyError(f"{device} reports no energy ({error}); it takes an NVIDIA GPU and nvidia-ml-py") from error
 
     def clock(run: Run) -> float:
-        call, calls = graphed(run), 0
+        call, calls = prepare(run), 0
         torch.cuda.synchronize(device)
         before, start = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), time.perf_counter()
         while time.perf_counter() - start < seconds:

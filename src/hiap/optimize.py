@@ -39,16 +39,20 @@ class Stem(nn.Module):
     Args:
         weight: of the patch embedding, (D, C * P * Q).
         table: what is added to each token, (1, N, D); its first `prefix` rows are the prefix tokens themselves.
-        patch: height and width of a patch.
+        size, patch: height and width of an image and of a patch.
     """
 
-    def __init__(self, weight: Tensor, table: Tensor, patch: tuple[int, int], prefix: int) -> None:
+    def __init__(
+        self, weight: Tensor, table: Tensor, size: tuple[int, int], patch: tuple[int, int], prefix: int
+    ) -> None:
         super().__init__()
         self.weight, self.table = nn.Parameter(weight), nn.Parameter(table)
-        self.patch, self.prefix = patch, prefix
+        self.size, self.patch, self.prefix = size, patch, prefix
 
     def forward(self, x: Tensor) -> Tensor:
         B, C, H, W = x.shape
+        if self.size != (H, W):
+            raise ValueError(f"the model is optimised for images of {self.size[0]}x{self.size[1]}; found {H}x{W}")
         P, Q = self.patch
         h, w = H // P, W // Q
         rows = x.new_zeros(B, self.prefix + h * w, C * P * Q)
@@ -113,7 +117,13 @@ class Optimized(nn.Module):
 
 
 @torch.no_grad()
-def optimize(model: nn.Module, dtype: torch.dtype | None = None, batch: int = 64, pad: bool | None = None) -> Optimized:
+def optimize(
+    model: nn.Module,
+    dtype: torch.dtype | None = None,
+    batch: int = 64,
+    pad: bool | None = None,
+    last_block: bool = True,
+) -> Optimized:
     """A copy of a dense or compact model that is faster at inference and computes the same logits.
 
     Args:
@@ -121,6 +131,7 @@ def optimize(model: nn.Module, dtype: torch.dtype | None = None, batch: int = 64
         batch: images at a time that the result is meant for.
         pad: whether heads whose q/k and value widths differ get the greater of both, with zeros, as some attention
             kernels want. By default either form is timed on the model's device, and the faster is kept.
+        last_block: whether the last block computes only what the classifier reads.
 
     Raises:
         ExtractionError: the logits differ (relative to the largest, in float64).
@@ -136,7 +147,7 @@ def optimize(model: nn.Module, dtype: torch.dtype | None = None, batch: int = 64
         for w, wide in wanted.items()
     }
     source = rebuild(source, Topology.from_counts(source), [chosen[site.widths] for site in sites])
-    if source.global_pool == "token":
+    if last_block and source.global_pool == "token":
         source.blocks[-1] = LastBlock(source.blocks[-1], source.num_prefix_tokens)
     fast = Optimized(source).eval()
     x = probe_images(model, 2).to(next(model.parameters()).device)
@@ -172,15 +183,13 @@ def _stem(model: ViT) -> Stem | None:
     embed = model.patch_embed
     if model.dynamic_img_size or embed.dynamic_img_pad or not isinstance(embed.norm, nn.Identity):
         return None
-    proj = embed.proj
-    grid = embed.grid_size
-    zero = proj.weight.new_zeros(
-        1, *((*grid, model.embed_dim) if not embed.flatten else (grid[0] * grid[1], model.embed_dim))
-    )
+    proj, (rows, columns) = embed.proj, embed.grid_size
+    zero = proj.weight.new_zeros(1, *((rows * columns,) if embed.flatten else (rows, columns)), model.embed_dim)
     table = model._pos_embed(zero).clone()
     if proj.bias is not None:
         table[:, model.num_prefix_tokens :] += proj.bias
-    return Stem(proj.weight.flatten(1), table, tuple(proj.kernel_size), model.num_prefix_tokens)
+    sizes = (family.image_size(model), tuple(proj.kernel_size))
+    return Stem(proj.weight.flatten(1), table, *sizes, model.num_prefix_tokens)
 
 
 def compiled(model: nn.Module) -> nn.Module:

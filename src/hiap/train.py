@@ -38,7 +38,7 @@ from hiap.data import Data, mix_seed
 from hiap.extract import extract, slices, source_name, take
 from hiap.families import timm as family
 from hiap.families.timm import ViT
-from hiap.latency import LatencyCost, network_time
+from hiap.latency import LatencyCost, network_cost
 from hiap.objective import Teacher, cost_terms, distillation, feasibility_terms, task_loss
 from hiap.progress import Progress, epoch_line
 from hiap.schedule import Schedule
@@ -630,9 +630,9 @@ class Run:
             "dense_predicted": cost.outside + cost.dense,
             "predicted": cost.of_widths(model, [site.widths for site in family.sites(model)]),
         }
-        if self.main and (table.device, table.unit) == (device_name(self.device), "ms"):
+        if self.main and table.device == device_name(self.device):
             with precision(table.precision) as dtype:
-                found["measured"] = network_time(model, self.device, dtype, table.batch)
+                found["measured"] = network_cost(model, self.device, dtype, table.batch, table.mode, table.unit)
             found["dense_measured"] = table.dense
         return found
 

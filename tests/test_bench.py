@@ -1,0 +1,123 @@
+import json
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import hiap
+from conftest import images, make
+from hiap.bench import Row, attention_backend, bench, dense_like, find_topology, table
+from hiap.cli import main
+from hiap.timing import precision, timings
+from test_cost import PAPER_TOPOLOGIES, giga
+
+CPU = torch.device("cpu")
+
+
+def row(network: str, ms: float, macs: int, mode: str = "eager") -> Row:
+    return Row(network, "fp32", 256, mode, ms, 0.1, 256e3 / ms, macs, "flash")
+
+
+def test_the_table_has_both_shares_of_the_mac_cut() -> None:
+    rows = [row("dense", 100.0, 1760), row("compact", 45.0, 740)]
+    rows += [row("dense", 90.0, 1760, "compile"), row("compact", 50.0, 740, "compile")]
+    lines = table(rows, "dense").splitlines()
+    assert "2.22x   93%  89%" in lines[2]  # against the dense model in the same mode
+    assert "1.80x   76%  58%" in lines[4]
+    best = lines[lines.index("each in its fastest mode:") + 1 :]
+    assert "90.000" in best[0] and "2.00x   84%  73%" in best[1]  # either in its fastest
+
+
+def test_every_setting_is_timed_side_by_side() -> None:
+    model = make().float()
+    compact = hiap.extract(model, hiap.Topology.from_counts(model, heads=[1, None, 2], neurons=[8, 16, 24]))
+    rows = bench({"dense": model, "compact": compact}, CPU, [1, 3], ["fp32", "bf16"], ["eager"], warmup=1, repeat=4)
+    names = ["dense", "dense, optimised", "compact", "compact, optimised"]
+    assert [(r.precision, r.batch, r.network) for r in rows] == [
+        (p, b, name) for p in ("fp32", "bf16") for b in (1, 3) for name in names
+    ]
+    assert all(r.ms > 0 and r.images_per_s == pytest.approx(1e3 * r.batch / r.ms) for r in rows)
+    assert {r.macs for r in rows} == {hiap.macs(model), hiap.macs(compact)}
+    assert next(model.parameters()).dtype == torch.float32
+
+
+def test_calls_take_turns() -> None:
+    calls: list[str] = []
+    found = timings([lambda: calls.append("a"), lambda: calls.append("b")], CPU, warmup=1, repeat=6, rounds=3)
+    assert "".join(calls) == "ab" + "aabb" * 3
+    assert [len(times) for times in found] == [3, 3]
+
+
+def test_precision_is_put_back() -> None:
+    before = torch.get_float32_matmul_precision()
+    with precision("tf32") as dtype:
+        assert dtype == torch.float32 and torch.get_float32_matmul_precision() == "high"
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_wrong_settings_are_refused() -> None:
+    for options, message in (
+        ({"precisions": ["int8"]}, "unknown precision 'int8'"),
+        ({"modes": ["fast"]}, "unknown mode 'fast'"),
+        ({"modes": ["graph"]}, "need a CUDA device"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bench({"dense": make()}, CPU, **options)
+
+
+@torch.no_grad()
+def test_the_attention_kernel_is_named() -> None:
+    model = make().float()
+    assert attention_backend(model, images(model)) == "flash"
+    with sdpa_kernel(SDPBackend.MATH):
+        assert attention_backend(model, images(model)) == "math"
+
+
+@pytest.mark.parametrize("mlp_ratio", [4.0, 2.5])
+def test_the_dense_model_is_built_again(mlp_ratio: float) -> None:
+    model = make("deit_distilled", mlp_ratio=mlp_ratio)
+    compact = hiap.extract(model, hiap.Topology.from_counts(model, heads=[1, None, 2], neurons=[8, 0, 24]))
+    again = dense_like(compact)
+    assert hiap.macs(again) == hiap.macs(model)
+    assert {name: t.shape for name, t in again.state_dict().items()} == {
+        n: t.shape for n, t in model.state_dict().items()
+    }
+    twice = dense_like(hiap.extract(compact, hiap.Topology.from_counts(compact, neurons=[8, 0, 8])))
+    assert hiap.macs(twice) == hiap.macs(model)
+    with pytest.raises(ValueError, match="not a compact one"):
+        dense_like(model)
+
+
+def test_the_papers_topologies_come_along() -> None:
+    dense = timm.create_model("deit_base_patch16_224", num_classes=1000)
+    for name, macs, padded in (("deit_base_10.1g", 10.08, 10.09), ("deit_base_7.4g", 7.43, 7.45)):
+        topology = find_topology(name)
+        heads, neurons = PAPER_TOPOLOGIES[macs]
+        assert topology == hiap.Topology.from_counts(dense, heads=heads, neurons=neurons)
+        for round_to, expected in ((1, macs), (8, padded)):
+            widths = [b.widths(w, round_to) for b, w in zip(topology.blocks, topology.dense, strict=True)]
+            assert giga(hiap.cost.macs_of_widths(dense, widths)) == expected
+    with pytest.raises(ValueError, match=r"come along: deit_base_10\.1g, deit_base_7\.4g"):
+        find_topology("deit_huge")
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make("layer_scale").float()
+    compact = hiap.extract(model, hiap.Topology.from_counts(model, heads=[1, 1, 2]))
+    hiap.save(compact, tmp_path / "compact")
+    folder, file = str(tmp_path / "compact"), tmp_path / "speed.json"
+    quick = ["--batch", "2", "--device", "cpu", "--warmup", "1", "--runs", "2"]
+    assert main(["bench", folder, "--json", str(file), *quick]) == 0
+    assert "compact, optimised" in capsys.readouterr().out
+    record = json.loads(file.read_text())
+    assert [r["network"] for r in record["rows"]][:3] == ["dense", "dense, optimised", "compact"]
+    assert record["rows"][0]["macs"] == hiap.macs(model) and record["options"]["batches"] == [2]
+    assert main(["bench", folder, "--against", folder, *quick]) == 0
+    assert main(["bench", folder, "--against", "none", *quick]) == 0
+    assert main(["bench", *quick]) == 1
+    assert "give either a folder, or both --model and --topology" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert main(["bench", folder, "--device", "cuda"]) == 1
+        assert "no CUDA device here" in capsys.readouterr().err

@@ -1,0 +1,241 @@
+import itertools
+import json
+import random
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hiap
+from conftest import make
+from hiap.budget import BudgetError, Controller, Target
+from hiap.cli import main
+from hiap.compact import Widths
+from hiap.config import ConfigError, read_config
+from hiap.families.timm import sites
+from hiap.latency import LatencyCost, LatencyError, LatencyTable, measure, network_cost
+from hiap.train import prune
+from test_budget import observed
+from test_gates import ALL
+
+CPU = torch.device("cpu")
+MODEL = {"embed_dim": 32, "depth": 4, "num_heads": 4}  # 17 tokens, heads of 8, 128 neurons
+GRID = {"heads": [1, 2, 4], "qk_dim": [2, 8], "value_dim": [2, 4, 8], "neurons": [8, 64, 128]}
+
+
+def synthetic(attention=None, ffn=None, **other: object) -> LatencyTable:
+    """A table of the small model; by default a branch costs 1 to be there, and its products cost what they count."""
+    attention = attention or (lambda h, q, v: 1.0 + 0.01 * h * (q + v))
+    ffn = ffn or (lambda n: 1.0 + 0.01 * n)
+    cells = [[[attention(h, q, v) for v in GRID["value_dim"]] for q in GRID["qk_dim"]] for h in GRID["heads"]]
+    values = {
+        "unit": "ms",
+        "device": "a machine",
+        "precision": "bf16",
+        "batch": 256,
+        "mode": "graph",
+        "model": "small",
+        "dim": 32,
+        "tokens": 17,
+        **GRID,
+        "attention": cells,
+        "ffn": [ffn(n) for n in GRID["neurons"]],
+        "outside": 0.5,
+        "dense": 16.0,
+    }
+    return LatencyTable(**{**values, **other})
+
+
+def hard(cost: LatencyCost, *widths: int | None) -> float:
+    return cost.block(sites(make(**MODEL))[0], Widths(*widths))
+
+
+def test_between_grid_points_the_cost_is_multilinear() -> None:
+    cost = LatencyCost(make(**MODEL), synthetic())
+    for h, q, v, n in itertools.product([1, 3, 4], [2, 5, 8], [2, 3, 7], [8, 40, 100]):
+        assert hard(cost, h, q, v, n) == pytest.approx(2.0 + 0.01 * h * (q + v) + 0.01 * n)
+    assert hard(cost, None, 0, 0, None) == hard(cost, 0, 0, 0, 0) == 0.0  # with a branch goes all of it
+    assert hard(cost, 1, 1, 1, None) == hard(cost, 1, 2, 2, None)  # below the grid its edge counts
+
+
+def test_the_cost_of_counts_is_that_of_widths_and_differentiable() -> None:
+    model = hiap.attach(make(**MODEL), ALL)
+    cost = LatencyCost(model, synthetic())
+    kept = {"heads": [1, 4, 3, 2], "value_dims": [2, 8, 6, 4], "qk_dims": [8, 4, 8, 2], "neurons": [8, 128, 77, 64]}
+    topology = hiap.Topology.from_counts(make(**MODEL), **kept)
+    counts = hiap.hard_counts(topology)
+    widths = [block.widths(dense) for block, dense in zip(topology.blocks, topology.dense, strict=True)]
+    assert cost.total(counts).item() == pytest.approx(cost.of_widths(model, widths))
+    assert (cost.macro(counts) + cost.micro(counts)).item() == pytest.approx(cost.of_widths(model, widths) - 0.5)
+
+    def total(heads: torch.Tensor, values: torch.Tensor, queries: torch.Tensor, neurons: torch.Tensor) -> torch.Tensor:
+        return cost.total(hiap.Counts(heads, values, queries, neurons))
+
+    inside = [torch.tensor(row, dtype=torch.float64) for row in ([1.5, 3.1], [7.2, 18.0], [8.1, 15.0], [33.0, 99.0])]
+    assert torch.autograd.gradcheck(total, [row.requires_grad_() for row in inside])
+    loss = cost.total(hiap.expected_counts(model))
+    loss.backward()
+    gradients = [gate.logit.grad for gate in hiap.gates(model)]
+    assert all(g is not None and bool((g >= 0).all()) for g in gradients) and sum(g.sum() for g in gradients) > 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_no_width_costs_less_than_a_smaller_one(seed: int) -> None:
+    chance = random.Random(seed)
+    noisy = synthetic(lambda *_: chance.uniform(0.5, 2), lambda *_: chance.uniform(0.5, 2))
+    cost = LatencyCost(make(**MODEL), noisy)
+    most = (4, 8, 8, 128)
+    small = [chance.randint(0 if i in (0, 3) else 1, n) for i, n in enumerate(most)]
+    large = [chance.randint(a, n) for a, n in zip(small, most, strict=True)]
+    if small[0]:
+        assert hard(cost, *small) <= hard(cost, *large) + 1e-12
+
+
+def test_tables_travel_as_json(tmp_path: Path) -> None:
+    table = synthetic()
+    table.save(tmp_path / "table.json")
+    assert LatencyTable.load(tmp_path / "table.json") == table
+    cost = LatencyCost.load(tmp_path / "table.json", make(**MODEL), device="a machine", precision="bf16")
+    assert cost.outside + cost.dense == pytest.approx(0.5 + 4 * (2 + 0.64 + 1.28))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"unit": "s"}, "unit must be one of ms, mJ; found 's'"),
+        ({"precision": "int8"}, "precision must be one of .* found 'int8'"),
+        ({"mode": "fast"}, "mode must be one of .* found 'fast'"),
+        ({"device": ""}, "device must be named"),
+        ({"heads": [2, 1, 4]}, r"heads must be rising widths from 1; found \[2, 1, 4\]"),
+        ({"neurons": [8, 128]}, "ffn must be 2 numbers"),
+        ({"qk_dim": [2, 4, 8]}, r"attention must be \[3, 3, 3\] numbers; found \[3, 2, 3\]"),
+        ({"attention": [[[1.0], [1.0, 2.0]]]}, "rows of one length"),
+        ({"outside": -1.0}, "positive and finite"),
+        ({"ffn": [1.0, float("nan"), 2.0]}, "positive and finite"),
+    ],
+)
+def test_wrong_tables_are_refused(change: dict, message: str, tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text(json.dumps({"format": 1, **asdict(synthetic()), **change}))
+    with pytest.raises(LatencyError, match=message):
+        LatencyTable.load(tmp_path / "t.json")
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "t.json"
+    for content in ("", "[]", '{"format": 2}', '{"format": 1, "unit": "ms"}'):
+        file.write_text(content)
+        with pytest.raises(LatencyError, match=r"t\.json"):
+            LatencyTable.load(file)
+
+
+@pytest.mark.parametrize(
+    ("model", "wanted", "message"),
+    [
+        ({}, {"device": "NVIDIA H200"}, "it is for device 'a machine', wanted is 'NVIDIA H200'"),
+        ({}, {"precision": "fp32"}, "it is for precision 'bf16', wanted is 'fp32'"),
+        ({"embed_dim": 64}, {}, "it is for width 32 and 17 tokens; the model has 64 and 17"),
+        ({"img_size": 64}, {}, "the model has 32 and 65"),
+        ({"mlp_ratio": 8}, {}, "its grid of neurons ends at 128; the model has 256"),
+        ({"num_heads": 8}, {}, "its grid of heads ends at 4; the model has 8"),
+    ],
+)
+def test_a_table_that_does_not_fit_is_refused(model: dict, wanted: dict, message: str) -> None:
+    with pytest.raises(LatencyError, match=message):
+        LatencyCost(make(**{**MODEL, **model}), synthetic(), **wanted)
+
+
+def test_a_unit_is_priced_by_what_it_saves() -> None:
+    model = hiap.attach(make(**MODEL), ALL)
+    cost, site = LatencyCost(model, synthetic()), sites(model)[0]
+    p = {"head": torch.ones(4, 1).double(), "value_dim": torch.full((4, 8), 0.5).double()}
+    prices = {kind: price.item() for kind, price in cost.prices(site, p).items()}
+    assert prices["neuron"] == pytest.approx(0.01)
+    assert prices["head"] == pytest.approx(0.01 * (8 + 4))
+    assert prices["value_dim"] == pytest.approx(0.01) and prices["qk_dim"] == pytest.approx(0.01)
+    assert prices["attention"] == pytest.approx(1 + 0.01 * 4 * (8 + 4))
+    assert prices["block"] == pytest.approx(1 + 1.28)
+    flat = LatencyCost(model, synthetic(lambda h, q, v: 1.0 + h)).prices(site, p)
+    assert 0 < flat["value_dim"].item() < 1e-6  # what saves nothing is worth keeping
+
+
+@pytest.mark.parametrize("target", ["1.2x", "1.5x", "2x", "3x", "40%", "9ms"])
+@pytest.mark.parametrize("kinds", [ALL, ("head", "block", "value_dim", "neuron")])
+def test_a_latency_target_is_met(target: str, kinds: tuple[str, ...]) -> None:
+    for seed, table in enumerate((synthetic(), synthetic(lambda h, q, v: 0.7 + 0.3 * h))):
+        model = hiap.attach(make(**MODEL), kinds)
+        cost = LatencyCost(model, table)
+        limit = Target.parse(target).absolute(cost.outside + cost.dense)
+        try:
+            controller = observed(Controller(model, cost, limit), seed)
+        except BudgetError as error:
+            assert "attention" not in kinds and "out of reach" in str(error)
+            continue
+        controller.project(limit, 20.0)
+        compact = hiap.extract(model, controller.decide())
+        reached = cost.of_widths(compact, [site.widths for site in sites(compact)])
+        assert limit - max(0.01 * limit, 0.3) <= reached <= limit  # 0.3: a head, or eight neurons and a bit
+
+
+def test_a_run_with_a_latency_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ffn, attention = (lambda n: 1.0 + 0.01 * n), (lambda h, q, v: 1.0 + 0.01 * h * (q + v))
+    table = synthetic(attention, ffn, dim=16, tokens=5, mode="eager", device="elsewhere")
+    table.save(tmp_path / "t.json")
+    shape = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "in_chans": 1}
+    given = {"model_args": shape, "dense_epochs": 1, "epochs": 2, "target": "1.6x", "cost": str(tmp_path / "t.json")}
+    result = prune(read_config("digits", given), tmp_path / "run")
+    record = result.record
+    assert record["unit"] == "ms" and "measured" not in record  # the table is of another machine
+    assert record["dense_predicted"] / 1.6 * 0.9 < record["predicted"] <= record["dense_predicted"] / 1.6
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["cost"] == pytest.approx(record["predicted"])
+    assert "-> 1.6x" in capsys.readouterr().out
+    own = replace(table, device=hiap.timing.device_name(CPU), precision="fp32", batch=2)
+    own.save(tmp_path / "t.json")
+    again = prune(read_config("digits", given), tmp_path / "own")
+    assert again.record["measured"] > 0
+
+
+def test_targets_and_costs_that_do_not_go_together(tmp_path: Path) -> None:
+    synthetic(dim=16, tokens=5).save(tmp_path / "t.json")
+    table = str(tmp_path / "t.json")
+    for options, message in (
+        ({"target": "2x"}, "target '2x' needs cost"),
+        ({"target": "7ms"}, "target '7ms' needs cost"),
+        ({"target": "2G", "cost": table}, "target '2G' does not go with cost"),
+        ({"target": None, "lambda_macro": 1.0, "lambda_micro": 1.0, "cost": table}, "cost needs a target"),
+        ({"target": "2x", "cost": str(tmp_path / "no.json")}, "cost must be a file that exists"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_config("digits", options)
+    config = read_config("digits", {"target": "7mJ", "cost": table})
+    with pytest.raises((ConfigError, LatencyError), match=r"does not fit|in mJ"):
+        prune(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_measuring(tmp_path: Path) -> None:
+    model = make(**MODEL).float()
+    table = measure(model, CPU, "fp32", 2, name="small")
+    table.check()
+    assert table.heads == [1, 2, 3, 4] and table.qk_dim == [8] and table.neurons[0] == 8 and table.neurons[-1] == 128
+    assert (table.mode, table.dim, table.tokens) == ("eager", 32, 17)
+    cost = LatencyCost(model, table, hiap.timing.device_name(CPU), "fp32")
+    assert 0.2 < (cost.outside + cost.dense) / table.dense < 5  # no clock is trusted here; benchmarks/latency.py is
+    assert network_cost(model, CPU, torch.float32, 2, "eager") > 0
+    with pytest.raises(LatencyError, match="CUDA graphs need a CUDA device"):
+        measure(model, CPU, "fp32", 2, mode="graph")
+    with pytest.raises(LatencyError, match="reports no energy"):
+        measure(model, CPU, "fp32", 2, unit="mJ")
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "t.json"
+    arguments = ["measure", "--model", "test_vit", "--device", "cpu", "--dtype", "fp32", "--batch", "1", "-o", str(out)]
+    assert main(arguments) == 0
+    assert LatencyTable.load(out).model == "test_vit" and "saved in" in capsys.readouterr().out
+    assert main([*arguments, "--unit", "hours"]) == 1
+    assert "unit must be one of ms, mJ" in capsys.readouterr().err

@@ -226,8 +226,9 @@ def test_measuring(tmp_path: Path) -> None:
     cost = LatencyCost(model, table, hiap.timing.device_name(CPU), "fp32")
     assert 0.2 < (cost.outside + cost.dense) / table.dense < 5  # no clock is trusted here; benchmarks/latency.py is
     assert network_cost(model, CPU, torch.float32, 2, "eager") > 0
-    with pytest.raises(LatencyError, match="CUDA graphs need a CUDA device"):
-        measure(model, CPU, "fp32", 2, mode="graph")
+    for mode in ("graph", "compile"):
+        with pytest.raises(LatencyError, match=f"mode '{mode}' needs a CUDA device"):
+            measure(model, CPU, "fp32", 2, mode=mode)
     with pytest.raises(LatencyError, match="reports no energy"):
         measure(model, CPU, "fp32", 2, unit="mJ")
 

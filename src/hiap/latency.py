@@ -34,7 +34,7 @@ UNITS = ("ms", "mJ")
 MODES = {
     "eager": "as it is",
     "graph": "its kernels in a CUDA graph",
-    "compile": "optimised and compiled, in a CUDA graph where there is CUDA",
+    "compile": "optimised and compiled, in a CUDA graph",
 }
 AXES = ("heads", "qk_dim", "value_dim", "neurons")
 CHAIN = 4  # copies of a part in one timed call, one after the other as in a network
@@ -420,9 +420,9 @@ def _clock(unit: str, device: torch.device, mode: str) -> Callable[[Run], float]
         raise LatencyError(f"unit must be one of {', '.join(UNITS)}; found {unit!r}")
     if mode not in MODES:
         raise LatencyError(f"mode must be one of {', '.join(MODES)}; found {mode!r}")
-    if mode == "graph" and device.type != "cuda":
-        raise LatencyError(f"CUDA graphs need a CUDA device; found {device}")
-    prepare = graphed if mode != "eager" and device.type == "cuda" else lambda run: run
+    if mode != "eager" and device.type != "cuda":
+        raise LatencyError(f"mode {mode!r} needs a CUDA device; found {device}: measure with mode 'eager'")
+    prepare = graphed if mode != "eager" else lambda run: run
     if unit == "mJ":
         return _energy_clock(device, prepare)
     # What disturbs a clock makes it slow, never fast.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -208,7 +209,7 @@ def _prune(options: argparse.Namespace) -> int:
 def _report(result: Any) -> None:
     """The closing table: dense beside compact."""
     record = result.record
-    latency = measure_latency(result.dense, result.model)
+    latency = _latency(result.dense, result.model)
     record |= {"dense_ms": latency[0], "compact_ms": latency[1]}
     cut, speed = record["dense_macs"] / record["macs"], latency[0] / latency[1]
     rows = [("", "dense", "compact", "")]
@@ -231,6 +232,11 @@ def _report(result: Any) -> None:
         saved = recover["epochs"] * search["seconds"] / search["epochs"] - recover["seconds"]
         print(f"training took {record['seconds']:.0f} s; at the speed before the shrink, about {saved:.0f} s more")
     print(f"realised: {speed / cut:.0%} of the MAC cut of {cut:.2f}x")
+    print(
+        f"gates: soft top-1 {record['soft_top1_start']:.2f} % at step 0; at the freeze {record['undecided']:.0%} "
+        f"undecided, expected {record['expected_macs']:.1%} and hard {record['hard_macs']:.1%} of the MACs, "
+        f"soft {record['soft_top1']:.2f} % and hard {record['hard_top1']:.2f} % top-1"
+    )
     print(f"saved in {result.folder}")
     (result.folder.parent / "report.json").write_text(json.dumps(record, indent=1) + "\n")
 
@@ -242,26 +248,17 @@ def _big(number: float) -> str:
     return str(number)
 
 
-def measure_latency(first: Any, second: Any, batch: int = 32, rounds: int = 15) -> tuple[float, float]:
-    """Median milliseconds of a forward of two models, interleaved."""
+def _latency(*models: Any, batch: int = 32) -> list[float]:
+    """Median milliseconds of a forward of each model, in turns."""
     import torch
 
-    times: tuple[list[float], list[float]] = ([], [])
-    like = next(second.parameters())
-    shape = (batch, second.patch_embed.proj.in_channels, *second.patch_embed.img_size)
-    x = torch.randn(shape, device=like.device)
+    from hiap.timing import timings
+
+    like, embed = next(models[0].parameters()), models[0].patch_embed
+    x = torch.randn((batch, embed.proj.in_channels, *embed.img_size), device=like.device)
     with torch.inference_mode():
-        for i in range(rounds + 3):
-            for model, found in zip((first.eval(), second.eval()), times, strict=True):
-                if like.device.type == "cuda":
-                    torch.cuda.synchronize()
-                start = time.perf_counter()
-                model(x)
-                if like.device.type == "cuda":
-                    torch.cuda.synchronize()
-                if i >= 3:
-                    found.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times[0]), statistics.median(times[1])
+        runs = [functools.partial(model.eval(), x) for model in models]
+        return [statistics.median(times) for times in timings(runs, like.device, 3, 15, rounds=15)]
 
 
 def _plan(options: argparse.Namespace) -> int:

@@ -118,7 +118,7 @@ class Config:
     weight_decay: float = _option(0.05, "not applied to biases, norms and gates")
     clip_grad: float | None = _option(None, "largest norm of the gradient")
     ema: float = _option(0.0, "decay of an average of the weights, which is then the result; 0 is off")
-    precision: str = _option("no", "'no' (float32), 'bf16' or 'fp16'")
+    precision: str = _option("fp32", "of the training: fp32, bf16 or fp16")
     # distillation
     teacher: str = _option("self", "'self' (the dense model), 'none', or the timm name of a teacher")
     teacher_weights: str | None = _option(None, "weights of the teacher; timm's pretrained ones by default")
@@ -191,7 +191,7 @@ class Config:
             ("ramp_end", "above ramp_start and at most 1", 0 <= self.ramp_start < self.ramp_end <= 1),
             ("sharp_end", "at least sharp_start", self.sharp_end >= self.sharp_start),
             ("tau_decay", "above 0 and at most 1", 0 < self.tau_decay <= 1),
-            ("precision", "no, bf16 or fp16", self.precision in ("no", "bf16", "fp16")),
+            ("precision", "fp32, bf16 or fp16", self.precision in ("fp32", "bf16", "fp16")),
             ("accounting", "exact or paper", self.accounting in ("exact", "paper")),
             ("gate_mode", "importance or gradient", self.gate_mode in ("importance", "gradient")),
             ("data_device", "loader, cpu or cuda", self.data_device in ("loader", "cpu", "cuda")),

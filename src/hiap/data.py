@@ -7,6 +7,7 @@ augmented one at a time by loader workers.
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -131,6 +132,16 @@ class ByteData:
     def val(self, batch: int) -> Iterator[Batch]:
         for images, labels in zip(torch.split(self._val[0], batch), torch.split(self._val[1], batch), strict=True):
             yield self._resize(self._normalise(images)), labels
+
+    def held_out(self) -> ByteData:
+        """The same without its validation images: every tenth of the training images, at random, is for validation."""
+        other = copy.copy(self)
+        generator = torch.Generator("cpu").manual_seed(0)
+        mixed = torch.randperm(self.train_size, generator=generator, device="cpu").to(self.device)
+        tenth = self.train_size // 10
+        other._val = (self._train[0][mixed[:tenth]], self._train[1][mixed[:tenth]])
+        other._train = (self._train[0][mixed[tenth:]], self._train[1][mixed[tenth:]])
+        return other
 
     def _normalise(self, images: Tensor) -> Tensor:
         return (images.float() - self._mean) / self._std

@@ -120,7 +120,7 @@ class Run:
         handlers = [DistributedDataParallelKwargs(broadcast_buffers=False)]
         self.accelerator = Accelerator(
             cpu=not (torch.cuda.is_available() or torch.backends.mps.is_available()),
-            mixed_precision=config.precision,
+            mixed_precision="no" if config.precision == "fp32" else config.precision,
             kwargs_handlers=handlers,
             log_with=config.trackers or None,
             project_dir=str(out) if config.trackers else None,

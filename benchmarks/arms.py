@@ -1,0 +1,321 @@
+"""The methods that `compare.py` sets side by side. All share HiAP's loop, data, optimiser, schedule and distillation.
+
+Peers make a small network from the dense one and train it for the whole run. `l1` and `paper` learn their gates for as
+long as HiAP searches, and are cut to the same budget by the rank of their gates.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import hiap
+from hiap.attach import PAPER
+from hiap.budget import Controller
+from hiap.config import Config
+from hiap.data import Data
+from hiap.objective import cost_terms, distillation, feasibility_terms, task_loss
+from hiap.train import Run, evaluate
+
+BATCHES = 26  # that one-shot rankings are estimated on
+FIVE = (*PAPER, "qk_dim")
+
+
+class Peer(Run):
+    """A run that trains a network made from the dense one: no gates, no search, nothing saved."""
+
+    def __init__(self, config: Config, out: Path, data: Data, make: Callable[[Peer], nn.Module]) -> None:
+        super().__init__(config, out, data=data)
+        self.make = make
+
+    def train(self) -> nn.Module:
+        self.teacher = self._teacher()
+        self.raw, self.stage, self.average = self.make(self).to(self.device), "recover", None
+        self._prepare()
+        self.record["top1_before"] = self._accuracy()
+        self._stage_loop(self.stop)
+        network: nn.Module = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False).eval()
+        self.record["top1"] = evaluate(network, self.data, self.config.batch_size, self.accelerator)["top1"]
+        self.record["seconds"] = self.seconds
+        return network
+
+    def save_checkpoint(self) -> None:
+        pass
+
+    def _facts(self, widths: Any) -> dict[str, Any]:
+        return {}
+
+    def _widths(self) -> list[Any]:
+        return []
+
+    def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """What the run minimises, for a ranking."""
+        with self.accelerator.autocast():
+            logits = model(x)
+            teacher = self.teacher(x) if self.teacher else None
+        loss = task_loss(logits.float(), y)
+        if teacher is not None:
+            share = self.config.distill_weight
+            loss = (1 - share) * loss + share * distillation(logits, teacher, self.config.distill_temperature)
+        return loss
+
+    def batches(self) -> Any:
+        return islice(self.data.train(0, 0, self.config.batch_size, 0, 1), BATCHES)
+
+
+class Penalised(Run):
+    """Gates learned under a penalty, cut to the target by their rank at the freeze.
+
+    Args:
+        penalty: terms to add to the loss, from the gated model, each with its weight.
+    """
+
+    penalty: Callable[[Penalised], dict[str, tuple[float, Tensor]]]
+
+    def _terms(self, logits: Tensor, target: Tensor, teacher: Tensor | None) -> dict[str, Tensor]:
+        terms = super()._terms(logits, target, teacher)
+        if self.stage == "search":
+            self.weights = {name: weight for name, (weight, _) in self.penalty().items()}
+            terms |= {name: value for name, (_, value) in self.penalty().items()}
+        return terms
+
+    def _weighted(self, terms: dict[str, Tensor]) -> Tensor:
+        own = [weight * terms[name] for name, weight in getattr(self, "weights", {}).items() if name in terms]
+        rest = {name: value for name, value in terms.items() if name not in getattr(self, "weights", {})}
+        return super()._weighted(rest) + sum(own)
+
+    def _control(self, controller: Controller, scale: float) -> None:
+        pass  # nothing is projected: the penalty moves the gates, the rank decides
+
+
+class L1(Penalised):
+    """ViT-Slim's way: soft masks under an l1 penalty, then a threshold."""
+
+    def penalty(self) -> dict[str, tuple[float, Tensor]]:
+        masks = torch.cat([gate.probability().flatten() for gate in hiap.gates(self.raw)])
+        return {"l1": (1.0, masks.mean())}
+
+
+class Paper(Penalised):
+    """The paper's penalties (its DeiT-Small ratio 2:1), noise and temperature."""
+
+    def penalty(self) -> dict[str, tuple[float, Tensor]]:
+        config = self.config
+        terms = cost_terms(self.raw, self.cost)
+        terms |= feasibility_terms(self.raw, config.min_heads, config.min_value_dims, config.min_neurons)
+        weights = {"macro": 0.9, "micro": 0.45}
+        return {name: (weights.get(name, 1.0), value) for name, value in terms.items()}
+
+
+# -- one-shot rankings ------------------------------------------------------------------------------------------------
+
+
+def controller_of(run: Peer, kinds: tuple[str, ...]) -> tuple[nn.Module, Controller]:
+    """A gated copy of the dense model, all open, and the controller of the run's target."""
+    gated = hiap.attach(copy.deepcopy(run.dense), kinds, run.config.keep_blocks, logit=8.0)
+    hiap.set_gates(gated, temperature=1.0, noise_scale=0.0)
+    target = float(run.config.target.rstrip("%")) / 100 * run.dense_macs
+    return gated, Controller(gated, hiap.MacCost(gated), target, round_to=run.config.round_to)
+
+
+def taylor(run: Peer, kinds: tuple[str, ...] = ("head", "neuron")) -> nn.Module:
+    """Squared gradient of the open gates per MAC, ranked once."""
+    gated, controller = controller_of(run, kinds)
+    gated.train()
+    for x, y in run.batches():
+        run.loss(gated, x, y).backward()
+        controller.observe()
+    return hiap.extract(run.dense, controller.decide(), run.config.round_to)
+
+
+def taylor_five(run: Peer) -> nn.Module:
+    return taylor(run, FIVE)
+
+
+def magnitudes(run: Peer, controller: Controller) -> Tensor:
+    """Squared norm of the weights of every head and neuron, in the order of the gates."""
+    scores = {}
+    for site, kinds in zip(controller.sites, controller.kinds, strict=True):
+        w, block = site.widths, site.block
+        rows = block.attn.qkv.weight.view(3, w.heads, w.qk_dim, -1).square().sum((0, 2, 3))
+        columns = block.attn.proj.weight.view(-1, w.heads, w.value_dim).square().sum((0, 2))
+        scores[id(kinds["head"])] = rows + columns
+        scores[id(kinds["neuron"])] = block.mlp.fc1.weight.square().sum(1) + block.mlp.fc2.weight.square().sum(0)
+    return torch.cat([scores[id(gate)] for gate in controller.all_gates]).detach()
+
+
+def magnitude_global(run: Peer) -> nn.Module:
+    _, controller = controller_of(run, ("head", "neuron"))
+    controller.importance.copy_(magnitudes(run, controller))
+    return hiap.extract(run.dense, controller.decide(), run.config.round_to)
+
+
+def magnitude_uniform(run: Peer) -> nn.Module:
+    """The same share of heads and neurons in every block, the greatest of each."""
+    _, controller = controller_of(run, ("head", "neuron"))
+    flat = torch.split(magnitudes(run, controller).cpu(), [gate.logit.numel() for gate in controller.all_gates])
+    scores = dict(zip(map(id, controller.all_gates), flat, strict=True))
+    share = controller.target / run.dense_macs
+    dense = controller.sites[0].widths
+    heads = max(1, round(share * dense.heads))
+
+    def topology(neurons: int) -> hiap.Topology:
+        def best(kinds: dict[str, Any], kind: str, count: int) -> list[int]:
+            return scores[id(kinds[kind])].argsort(descending=True)[:count].tolist()
+
+        return hiap.Topology.from_counts(
+            run.dense,
+            heads=[best(kinds, "head", heads) for kinds in controller.kinds],
+            neurons=[best(kinds, "neuron", neurons) for kinds in controller.kinds],
+        )
+
+    step = run.config.round_to
+    fitting = [n for n in range(step, dense.neurons + 1, step) if cost_of(run, topology(n)) <= controller.target]
+    return hiap.extract(run.dense, topology(max(fitting)), step)
+
+
+def cost_of(run: Peer, topology: hiap.Topology) -> int:
+    widths = [b.widths(w, run.config.round_to) for b, w in zip(topology.blocks, topology.dense, strict=True)]
+    return hiap.cost.macs_of_widths(run.dense, widths)
+
+
+def depth(run: Peer) -> nn.Module:
+    """Whole blocks dropped by Taylor importance; the last one that goes keeps as many neurons as fit."""
+    gated, controller = controller_of(run, ("attention", "block"))
+    gated.train()
+    for x, y in run.batches():
+        run.loss(gated, x, y).backward()
+        controller.observe()
+    parts = torch.split(controller.importance.cpu(), [gate.logit.numel() for gate in controller.all_gates])
+    worth = dict(zip(map(id, controller.all_gates), parts, strict=True))
+    order = sorted(
+        range(len(controller.kinds)), key=lambda i: sum(float(worth[id(g)]) for g in controller.kinds[i].values())
+    )
+    dense = [site.widths for site in controller.sites]
+    heads: list[int | None] = [w.heads for w in dense]
+    neurons: list[int | None] = [w.neurons for w in dense]
+
+    def topology() -> hiap.Topology:
+        return hiap.Topology.from_counts(run.dense, heads=heads, neurons=neurons)
+
+    for i in order:
+        heads[i] = neurons[i] = None
+        if cost_of(run, topology()) <= controller.target:
+            break
+    while True:
+        width = (neurons[i] or 0) + run.config.round_to
+        neurons[i], before = width, neurons[i]
+        if width > dense[i].neurons or cost_of(run, topology()) > controller.target:
+            neurons[i] = before
+            return hiap.extract(run.dense, topology(), run.config.round_to)
+
+
+def random_topology(run: Peer) -> nn.Module:
+    _, controller = controller_of(run, FIVE)
+    generator = torch.Generator().manual_seed(run.config.seed)
+    controller.importance.copy_(torch.rand(controller.importance.shape, generator=generator))
+    return hiap.extract(run.dense, controller.decide(), run.config.round_to)
+
+
+def from_scratch(run: Peer, topology: hiap.Topology) -> nn.Module:
+    """A topology with random weights."""
+    torch.manual_seed(run.config.seed)
+    arguments = {**run.config.model_args, "num_classes": run.data.classes}
+    if run.config.img_size is not None:
+        arguments["img_size"] = run.config.img_size
+    fresh = timm.create_model(run.config.model, **arguments).to(run.device)
+    return hiap.extract(fresh, topology, run.config.round_to)
+
+
+# -- Torch-Pruning ----------------------------------------------------------------------------------------------------
+
+
+def torch_pruning(run: Peer, isomorphic: bool) -> nn.Module:
+    """The package's Taylor ranking with head pruning; the ratio is the least that meets the target."""
+    import torch_pruning as tp
+
+    dense = copy.deepcopy(run.dense).train()
+    for x, y in run.batches():
+        run.loss(dense, x, y).backward()
+    gradients = {name: p.grad for name, p in dense.named_parameters()}
+    target = float(run.config.target.rstrip("%")) / 100 * run.dense_macs
+    low, high, best = 0.0, 0.9, None
+    for _ in range(8):
+        ratio = (low + high) / 2
+        model = _torch_pruned(tp, run, gradients, ratio, isomorphic)
+        if counted_macs(model, run) <= target:
+            high, best = ratio, model
+        else:
+            low = ratio
+    assert best is not None
+    return best
+
+
+def _torch_pruned(tp: Any, run: Peer, gradients: dict[str, Tensor | None], ratio: float, isomorphic: bool) -> nn.Module:
+    model: Any = copy.deepcopy(run.dense).train()
+    for name, p in model.named_parameters():
+        p.grad = gradients[name]
+    for block in model.blocks:
+        block.attn.attn_dim = -1  # follow the width of the input instead of remembering it
+    pruner = tp.pruner.BasePruner(
+        model,
+        next(iter(run.data.val(1)))[0],
+        importance=tp.importance.GroupTaylorImportance(),
+        global_pruning=True,
+        isomorphic=isomorphic,
+        pruning_ratio=ratio,
+        max_pruning_ratio=0.9,
+        num_heads={block.attn.qkv: block.attn.num_heads for block in model.blocks},
+        prune_num_heads=True,
+        prune_head_dims=True,
+        head_pruning_ratio=ratio,
+        ignored_layers=[model.head],
+        round_to=run.config.round_to,
+    )
+    pruner.step()
+    for block in model.blocks:
+        attn = block.attn
+        attn.num_heads = pruner.num_heads[attn.qkv]
+        attn.head_dim = attn.qkv.out_features // (3 * attn.num_heads)
+    model.zero_grad()
+    return model
+
+
+def counted_macs(model: nn.Module, run: Peer) -> int:
+    """torch's own count of one image, with attention in its plain form."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
+        copy.deepcopy(model).eval()(next(iter(run.data.val(1)))[0])
+    return counter.get_total_flops() // 2
+
+
+def torch_pruning_taylor(run: Peer) -> nn.Module:
+    return torch_pruning(run, isomorphic=False)
+
+
+def torch_pruning_isomorphic(run: Peer) -> nn.Module:
+    return torch_pruning(run, isomorphic=True)
+
+
+PEERS: dict[str, Callable[[Peer], nn.Module]] = {
+    "taylor": taylor,
+    "taylor_five": taylor_five,
+    "magnitude_uniform": magnitude_uniform,
+    "magnitude_global": magnitude_global,
+    "torch_pruning_taylor": torch_pruning_taylor,
+    "torch_pruning_isomorphic": torch_pruning_isomorphic,
+    "depth": depth,
+    "random": random_topology,
+}
+LEARNED = {"l1": L1, "paper": Paper}
+SCRATCH = "hiap_scratch"
+ARMS = ("hiap", *PEERS, *LEARNED, SCRATCH)

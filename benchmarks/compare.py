@@ -1,0 +1,271 @@
+"""HiAP against its peers: one dense start, one data set, one budget, one loop. Every run is a record; records add up.
+
+    python benchmarks/compare.py run --data DIR --weights FILE --records compare.jsonl [--start dinov2_small]
+        [--model NAME --img-size 224] [--target 50%] [--epochs 15] [--arms hiap,taylor] [--rates 5e-4,1e-3]
+        [--seeds 0,1,2] [--like hiap] [--hours 0.4] [--set KEY=VALUE]
+    python benchmarks/compare.py table --records compare.jsonl [--plots DIR]
+
+DIR holds the sheets of Tiny-ImageNet (`train_0.jpg` ... `val.jpg`), or with --model `train/` and `val/` of any images.
+Every arm chooses its learning rate from the same grid on a held-out tenth of the training images (sheet 9), with the
+first seed; then it is trained on all of them with its best rate, once for each seed, and scored on the validation set.
+What is already in the records is not run again, so a comparison goes on where it stopped. `--like hiap` gives every arm
+as many epochs as fit into HiAP's training time. The arms of Torch-Pruning need `torch-pruning`, plots `matplotlib`.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from arms import ARMS, LEARNED, PEERS, SCRATCH, Peer, counted_macs, from_scratch
+from prune_tiny_imagenet import BASE, STARTS, configuration, sheets
+
+import hiap
+from hiap.bench import runner
+from hiap.config import Config, read_config
+from hiap.data import ByteData
+from hiap.start import dense_model, load_data
+from hiap.timing import device_name, precision, timings
+from hiap.train import Run
+
+KEY = ("start", "target", "epochs", "like", "arm", "lr", "seed", "final")
+
+
+# -- running ----------------------------------------------------------------------------------------------------------
+
+
+def config_of(options: argparse.Namespace, arm: str, lr: float, seed: int, epochs: int) -> Config:
+    given: dict[str, Any] = {"target": options.target, "epochs": epochs, "lr": lr, "seed": seed, "eval_every": 1000}
+    if arm in LEARNED:  # penalised gates are learned, not set
+        given |= {"gate_mode": "gradient", "granularities": ["head", "block", "value_dim", "neuron"], "gate_lr": 2e-2}
+        given |= {"noise_end": 1.0 if arm == "paper" else 0.0, "start_logit": 3.0}
+    given |= {key: yaml.safe_load(value) for key, _, value in (pair.partition("=") for pair in options.set)}
+    if options.model is None:
+        return configuration(options.start, options.weights, given)
+    own = {"model": options.model, "weights": options.weights, "data": str(options.data), "data_device": "cuda"}
+    return read_config(None, {**BASE, **own, "img_size": options.img_size, **given})
+
+
+def data_of(options: argparse.Namespace, config: Config, final: bool, device: torch.device) -> ByteData:
+    if options.model is None:
+        return sheets(options.data, options.start, final, device, config.seed, options.limit)
+    data = load_data(config, dense_model(config), device)
+    assert isinstance(data, ByteData)
+    return data if final else data.held_out()
+
+
+def run_arm(options: argparse.Namespace, arm: str, config: Config, final: bool, device: torch.device) -> dict[str, Any]:
+    """One run of one arm: what it scores, costs and took."""
+    data = data_of(options, config, final, device)
+    with tempfile.TemporaryDirectory() as folder:
+        out, began = Path(folder, "run"), time.perf_counter()
+        if arm == "hiap" or arm in LEARNED:
+            run = LEARNED.get(arm, Run)(config, out, data=data)
+            result = run.go()
+            network, record, topology = result.model, result.record, result.model.hiap.topology.to_json()
+            macs = hiap.macs(network)
+        else:
+            make = PEERS.get(arm) or (lambda peer: from_scratch(peer, hiap_topology(options, config, final)))
+            peer = Peer(config, out, data, make)
+            network, record, topology = peer.train(), peer.record, None
+            macs = counted_macs(network, peer)
+        whole = time.perf_counter() - began
+    ms = milliseconds(network, data, device)
+    kept = {key: record[key] for key in ("top1", "top1_before", "seconds", "dense_macs") if key in record}
+    return {**kept, "macs": macs, "wall_s": whole, "ms": ms, "topology": topology}
+
+
+def hiap_topology(options: argparse.Namespace, config: Config, final: bool) -> hiap.Topology:
+    """What HiAP found in the run that is recorded with the same seed."""
+    for record in read(options.records):
+        same = (record["start"], record["target"], record["seed"]) == (name_of(options), config.target, config.seed)
+        if record["arm"] == "hiap" and same and record["final"] == final:
+            return hiap.Topology.from_json(record["topology"])
+    raise ValueError(f"{SCRATCH} trains HiAP's topology: run the arm hiap first")
+
+
+@torch.inference_mode()
+def milliseconds(network: torch.nn.Module, data: ByteData, device: torch.device, batch: int = 256) -> float:
+    """A forward in bf16: a CUDA graph of eager kernels with CUDA, else eager."""
+    with precision("bf16" if device.type == "cuda" else "fp32") as dtype:
+        x = next(iter(data.val(1)))[0].to(dtype).expand(batch if device.type == "cuda" else 8, -1, -1, -1).contiguous()
+        run = runner(network.to(dtype).eval(), x, "graph" if device.type == "cuda" else "eager")
+        return statistics.median(timings([run], device, 5, 30)[0])
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def name_of(options: argparse.Namespace) -> str:
+    return options.model or options.start
+
+
+def run(options: argparse.Namespace) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    deadline = time.perf_counter() + 3600 * options.hours
+    arms, rates, seeds = options.arms.split(","), options.rates.split(","), [int(s) for s in options.seeds.split(",")]
+    unknown = [arm for arm in arms if arm not in ARMS]
+    if unknown:
+        raise SystemExit(f"unknown arm {unknown[0]}; known: {', '.join(ARMS)}")
+    for arm in arms:
+        todo = [(float(rate), seeds[0], False) for rate in rates] if len(rates) > 1 else []
+        for lr, seed, final in [*todo, *((None, seed, True) for seed in seeds)]:
+            lr = lr if lr is not None else best_rate(options, arm, [float(rate) for rate in rates])
+            epochs = epochs_of(options, arm) if options.like and final else options.epochs
+            place = (name_of(options), options.target, epochs, options.like, arm, lr, seed, final)
+            if any(tuple(record[key] for key in KEY) == place for record in read(options.records)):
+                continue
+            if time.perf_counter() > deadline:
+                raise SystemExit("out of time; the same command goes on from here")
+            record = dict(zip(KEY, place, strict=True))
+            record |= run_arm(options, arm, config_of(options, arm, lr, seed, epochs), final, device)
+            record |= {"device": device_name(device), "torch": torch.__version__}
+            with options.records.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+            share = record["macs"] / record["dense_macs"]
+            print(
+                f"{arm} lr {lr:g} seed {seed} {'final' if final else 'held out'}: {record['top1']:.2f} %, {share:.1%}",
+                flush=True,
+            )
+
+
+def best_rate(options: argparse.Namespace, arm: str, rates: list[float]) -> float:
+    if len(rates) == 1:
+        return rates[0]
+    scores = {
+        r["lr"]: r["top1"]
+        for r in read(options.records)
+        if not r["final"]
+        and (r["start"], r["target"], r["arm"]) == (name_of(options), options.target, arm)
+        and r["lr"] in rates
+    }
+    return max(scores, key=lambda lr: scores[lr])
+
+
+def epochs_of(options: argparse.Namespace, arm: str) -> int:
+    """As many epochs as fit into the training time of the arm `--like` names."""
+    seconds = {
+        name: [
+            r["seconds"] / r["epochs"]
+            for r in read(options.records)
+            if r["final"] and (r["start"], r["target"], r["arm"]) == (name_of(options), options.target, name)
+        ]
+        for name in (arm, options.like)
+    }
+    if not all(seconds.values()):
+        raise SystemExit(f"--like {options.like} needs records of {arm} and {options.like} at equal epochs first")
+    mine, other = (statistics.mean(seconds[name]) for name in (arm, options.like))
+    return max(1, round(options.epochs * other / mine))
+
+
+# -- reporting --------------------------------------------------------------------------------------------------------
+
+
+def table(options: argparse.Namespace) -> None:
+    records = [record for record in read(options.records) if record["final"]]
+    if not records:
+        raise SystemExit(f"{options.records} holds no finished runs")
+    groups = defaultdict(list)
+    for record in records:
+        groups[record["start"], record["target"], record["like"] or record["epochs"]].append(record)
+    for (start, target, length), group in groups.items():
+        words = f"the training time of {length}" if isinstance(length, str) else f"{length} epochs"
+        print(f"\n{start}, {target} of the MACs, {words} ({group[0]['device']})\n")
+        print("| arm | top-1, mean | spread | seeds | MACs | training | bf16 forward | rate |")
+        print("|---|---|---|---|---|---|---|---|")
+        for row in sorted(summaries(group), key=lambda row: -row["top1"]):
+            print(
+                f"| {row['arm']} | {row['top1']:.2f} | {row['spread']:.2f} | {row['seeds']} | {row['macs']:.2%} | "
+                f"{row['seconds']:.0f} s | {row['ms']:.3f} ms | {row['lr']:g} |"
+            )
+    if options.plots:
+        plot(groups, options.plots)
+
+
+def summaries(group: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row an arm: means over its seeds, and the distance of the best from the worst."""
+    rows = []
+    for arm in dict.fromkeys(record["arm"] for record in group):
+        own = [record for record in group if record["arm"] == arm]
+        top1 = [record["top1"] for record in own]
+        mean = {key: statistics.mean(record[key] for record in own) for key in ("seconds", "ms", "top1", "lr")}
+        macs = statistics.mean(record["macs"] / record["dense_macs"] for record in own)
+        rows.append({**mean, "arm": arm, "spread": max(top1) - min(top1), "seeds": len(own), "macs": macs})
+    return rows
+
+
+def plot(groups: dict[Any, list[dict[str, Any]]], folder: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    folder.mkdir(parents=True, exist_ok=True)
+    axes = {
+        "macs": "share of the dense model's MACs",
+        "throughput": "images / s (bf16, batch 256)",
+        "seconds": "training time (s)",
+    }
+    by_start = defaultdict(list)
+    for (start, _, _), group in groups.items():
+        by_start[start] += [row | {"throughput": 256e3 / row["ms"]} for row in summaries(group)]
+    for start, rows in by_start.items():
+        for key, label in axes.items():
+            figure, ax = plt.subplots(figsize=(6.4, 4.2), constrained_layout=True)
+            for number, arm in enumerate(dict.fromkeys(row["arm"] for row in rows)):
+                own = sorted((row for row in rows if row["arm"] == arm), key=lambda row: row[key])
+                style = {"linewidth": 2.2, "zorder": 3} if arm == "hiap" else {"linewidth": 1.0, "alpha": 0.8}
+                ax.errorbar(
+                    [row[key] for row in own],
+                    [row["top1"] for row in own],
+                    [row["spread"] / 2 for row in own],
+                    marker="os^vD<>pP*Xh"[number % 12],
+                    capsize=2,
+                    label=arm,
+                    **style,
+                )
+            ax.set(xlabel=label, ylabel="top-1 (%)", title=start)
+            ax.grid(alpha=0.3)
+            ax.legend(fontsize=7, ncol=2)
+            figure.savefig(folder / f"{start}_{key}.png", dpi=150)
+            plt.close(figure)
+            print(folder / f"{start}_{key}.png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    go = commands.add_parser("run", help="run what is not in the records yet")
+    go.set_defaults(go=run)
+    go.add_argument("--data", type=Path, required=True)
+    go.add_argument("--weights", required=True, help="of the dense start")
+    go.add_argument("--start", choices=sorted(STARTS), default="vit_tiny", help="with the sheets of Tiny-ImageNet")
+    go.add_argument("--model", help="timm name, with a folder of images")
+    go.add_argument("--img-size", type=int)
+    go.add_argument("--target", default="50%", help="share of the dense model's MACs")
+    go.add_argument("--epochs", type=int, default=15)
+    go.add_argument("--arms", default=",".join(ARMS))
+    go.add_argument("--rates", default="2e-4,5e-4,1e-3", help="the grid; a single one is taken as it is")
+    go.add_argument("--seeds", default="0,1,2")
+    go.add_argument("--like", help="as much training time as this arm took, instead of as many epochs")
+    go.add_argument("--hours", type=float, default=1e9, help="start no run after this time")
+    go.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of all runs, as YAML")
+    go.add_argument("--limit", type=int, default=50, help="images a class of each sheet; less for a quick try")
+    go.add_argument("--records", type=Path, required=True)
+    show = commands.add_parser("table", help="tables and plots of the records")
+    show.set_defaults(go=table)
+    show.add_argument("--records", type=Path, required=True)
+    show.add_argument("--plots", type=Path, help="folder for the plots")
+    options = parser.parse_args()
+    options.go(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -22,8 +22,10 @@ from hiap.attach import PAPER
 from hiap.budget import Controller
 from hiap.config import Config
 from hiap.data import Data
+from hiap.evaluate import evaluate
 from hiap.objective import cost_terms, distillation, feasibility_terms, task_loss
-from hiap.train import Run, evaluate
+from hiap.start import model_arguments
+from hiap.train import Run
 
 BATCHES = 26  # that one-shot rankings are estimated on
 FIVE = (*PAPER, "qk_dim")
@@ -43,7 +45,7 @@ class Peer(Run):
         self.record["top1_before"] = self._accuracy()
         self._stage_loop(self.stop)
         network: nn.Module = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False).eval()
-        self.record["top1"] = evaluate(network, self.data, self.config.batch_size, self.accelerator)["top1"]
+        self.record["top1"] = evaluate(network, self.data, self.config.batch_size, self.accelerator.autocast)["top1"]
         self.record["seconds"] = self.seconds
         return network
 
@@ -228,9 +230,7 @@ def random_topology(run: Peer) -> nn.Module:
 def from_scratch(run: Peer, topology: hiap.Topology) -> nn.Module:
     """A topology with random weights."""
     torch.manual_seed(run.config.seed)
-    arguments = {**run.config.model_args, "num_classes": run.data.classes}
-    if run.config.img_size is not None:
-        arguments["img_size"] = run.config.img_size
+    arguments = model_arguments(run.config) | {"num_classes": run.data.classes}
     fresh = timm.create_model(run.config.model, **arguments).to(run.device)
     return hiap.extract(fresh, topology, run.config.round_to)
 

@@ -178,7 +178,7 @@ def table(options: argparse.Namespace) -> None:
     for (start, target, length), group in groups.items():
         words = f"the training time of {length}" if isinstance(length, str) else f"{length} epochs"
         print(f"\n{start}, {target} of the MACs, {words} ({group[0]['device']})\n")
-        print("| arm | top-1, mean | spread | seeds | MACs | training | bf16 forward | rate |")
+        print("| arm | top-1, mean | spread | seeds | MACs | training | forward | rate |")
         print("|---|---|---|---|---|---|---|---|")
         for row in sorted(summaries(group), key=lambda row: -row["top1"]):
             print(

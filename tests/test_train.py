@@ -19,9 +19,10 @@ from hiap.config import Config, ConfigError, read_config, recipes
 from hiap.data import Augmentation, ByteData
 from hiap.extract import slices
 from hiap.objective import Teacher, distillation, task_loss
+from hiap.optimizer import carry_optimizer
 from hiap.start import plan
 from hiap.state import RunError, RunFolder
-from hiap.train import Run, carry_optimizer, prune
+from hiap.train import Run, prune
 
 TINY = {**SMALL, "dense_epochs": 0, "ema": 0.0, "mixup": 0.0, "eval_every": 1000}
 

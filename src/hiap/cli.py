@@ -29,7 +29,7 @@ BENCH_EXAMPLES = """examples:
   hiap bench --model deit_base_patch16_224 --topology deit_base_7.4g --paper
 """
 
-MEASURE_EXAMPLES = """example:
+MEASURE_EXAMPLES = """examples:
   hiap measure --model deit_base_patch16_224 --device cuda --dtype bf16 --batch 256 -o h200.json
   hiap prune --model deit_base_patch16_224 --data imagenet/ --target 2.0x --cost h200.json
 """
@@ -274,8 +274,8 @@ def _evaluate(options: argparse.Namespace) -> int:
 
     import hiap
     from hiap.config import Config
+    from hiap.evaluate import evaluate
     from hiap.start import load_data
-    from hiap.train import evaluate
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = hiap.load(options.folder, device)

@@ -24,6 +24,7 @@ __all__ = [
     "load_data",
     "make_controller",
     "make_cost",
+    "model_arguments",
     "normalisation",
     "other_teacher",
     "plan",
@@ -33,9 +34,7 @@ __all__ = [
 
 def dense_model(config: Config) -> ViT:
     """The model of a configuration with its weights; its own number of classes."""
-    arguments = dict(config.model_args)
-    if config.img_size is not None:
-        arguments["img_size"] = config.img_size
+    arguments = model_arguments(config)
     if config.weights is not None:
         state = read_weights(config.weights)
         if "head.weight" in state:
@@ -85,6 +84,11 @@ def other_teacher(config: Config, classes: int, channels: int) -> nn.Module | No
             f"{channels}. Pass --teacher-weights FILE of one trained on this data, or --teacher self"
         )
     return model
+
+
+def model_arguments(config: Config) -> dict[str, Any]:
+    """What `timm.create_model` is given besides the name."""
+    return config.model_args | ({} if config.img_size is None else {"img_size": config.img_size})
 
 
 def read_weights(path: str) -> dict[str, Tensor]:

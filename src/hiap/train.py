@@ -26,7 +26,7 @@ from timm.data import Mixup, resolve_data_config
 from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
 from timm.utils import ModelEmaV3
-from torch import Tensor, nn
+from torch import Tensor
 
 from hiap.attach import attach, gates, is_gated, parameter_groups, set_gates
 from hiap.budget import Controller
@@ -35,19 +35,21 @@ from hiap.compact import Widths
 from hiap.config import Config, ConfigError
 from hiap.cost import Cost, MacCost, expected_counts, macs, macs_of_widths
 from hiap.data import Data, mix_seed
-from hiap.extract import extract, slices, source_name, take
+from hiap.evaluate import evaluate
+from hiap.extract import extract, slices
 from hiap.families import timm as family
 from hiap.families.timm import ViT
 from hiap.latency import LatencyCost, network_cost
 from hiap.objective import Teacher, cost_terms, distillation, feasibility_terms, task_loss
+from hiap.optimizer import carry_optimizer, pack_optimizer, unpack_optimizer
 from hiap.progress import Progress, epoch_line
 from hiap.schedule import Schedule
-from hiap.start import dense_model, load_data, make_controller, make_cost, normalisation, other_teacher
+from hiap.start import dense_model, load_data, make_controller, make_cost, model_arguments, normalisation, other_teacher
 from hiap.state import RunError, RunFolder, checkpoints, load_checkpoint
 from hiap.timing import device_name, precision
 from hiap.topology import Topology, harden, set_topology
 
-__all__ = ["Result", "Run", "carry_optimizer", "evaluate", "prune"]
+__all__ = ["Result", "Run", "prune"]
 
 PROJECTIONS = 100  # times the budget moves in a run
 FACTS = ("top1", "hard_macs", "cost", "open_heads", "open_blocks")  # that the live line shows
@@ -84,24 +86,6 @@ def prune(
     """
     config.check()
     return Run(config, out, resume, data, cost).go()
-
-
-@torch.no_grad()
-def evaluate(
-    model: nn.Module, data: Data, batch: int = 256, accelerator: Accelerator | None = None
-) -> dict[str, float]:
-    """Top-1 and top-5 in percent. The model is used in the mode it is in."""
-    right = torch.zeros(2)
-    seen = 0
-    device = next(model.parameters()).device
-    for x, y in data.val(batch):
-        x, y = x.to(device), y.to(device)
-        with accelerator.autocast() if accelerator else nullcontext():
-            logits = model(x)
-        best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == y.unsqueeze(1)
-        right += torch.stack([best[:, 0].sum(), best.sum()]).cpu()
-        seen += len(y)
-    return {"top1": 100 * right[0].item() / seen, "top5": 100 * right[1].item() / seen}
 
 
 class Run:
@@ -449,7 +433,7 @@ class Run:
         if soft:
             for gate in gates(model):
                 gate.train()
-        top1 = evaluate(model, self.data, self.config.batch_size, self.accelerator)["top1"]
+        top1 = evaluate(model, self.data, self.config.batch_size, self.accelerator.autocast)["top1"]
         model.train()
         return top1
 
@@ -521,15 +505,8 @@ class Run:
         tensors = {f"model.{name}": tensor for name, tensor in self.raw.state_dict().items()}
         if self.average is not None:
             tensors |= {f"average.{name}": tensor for name, tensor in self.average.module.state_dict().items()}
-        names = {id(p): name for name, p in self.raw.named_parameters()}
-        scalars = {}
-        for p, state in self.optimizer.state.items():
-            for key, value in state.items():
-                name = f"optimizer.{key}.{names[id(p)]}"
-                if isinstance(value, Tensor):
-                    tensors[name] = value
-                else:
-                    scalars[name] = value
+        moments, scalars = pack_optimizer(self.optimizer, self.raw)
+        tensors |= {f"optimizer.{name}": tensor for name, tensor in moments.items()}
         if self.controller is not None:
             tensors["controller.importance"] = self.controller.importance
         state = {
@@ -584,14 +561,7 @@ class Run:
         self.raw.load_state_dict(part("model."))
         if self.average is not None:
             self.average.module.load_state_dict(part("average."))
-        for name, p in self.raw.named_parameters():
-            for key in {k.split(".")[1] for k in (*tensors, *state["scalars"]) if k.startswith("optimizer.")}:
-                full = f"optimizer.{key}.{name}"
-                if full in tensors:
-                    value = tensors[full]
-                    self.optimizer.state[p][key] = value.clone() if value.ndim == 0 else value.to(p.device, copy=True)
-                elif full in state["scalars"]:
-                    self.optimizer.state[p][key] = state["scalars"][full]
+        unpack_optimizer(self.optimizer, self.raw, part("optimizer."), state["scalars"])
         if self.controller is not None:
             self.controller.restore(tensors["controller.importance"], state["observations"])
         if state["scaler"] and self.accelerator.scaler:
@@ -604,7 +574,7 @@ class Run:
             topology = self.topology or harden(model)
             model = extract(model, topology, self.config.round_to)
         model.eval()
-        scores = evaluate(model, self.data, self.config.batch_size, self.accelerator)
+        scores = evaluate(model, self.data, self.config.batch_size, self.accelerator.autocast)
         self.record |= {
             "top1": scores["top1"],
             "top5": scores["top5"],
@@ -640,10 +610,7 @@ class Run:
         """The dense model: the teacher where it is its own, else built anew (its speed is what is asked for)."""
         if self.config.teacher == "self" and self.teacher is not None:
             return self.teacher.model
-        arguments = dict(self.config.model_args)
-        if self.config.img_size is not None:
-            arguments["img_size"] = self.config.img_size
-        return timm.create_model(self.config.model, **arguments).to(self.device)
+        return timm.create_model(self.config.model, **model_arguments(self.config)).to(self.device)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -662,22 +629,3 @@ class Run:
         finally:
             self.progress.close()
             signal.signal(signal.SIGTERM, before)
-
-
-def carry_optimizer(
-    old: torch.optim.Optimizer,
-    big: nn.Module,
-    new: torch.optim.Optimizer,
-    small: nn.Module,
-    cuts: dict[str, tuple[int, Tensor]],
-) -> None:
-    """Give the optimiser of the small network the state of the big one's, slice by slice."""
-    parameters = dict(big.named_parameters())
-    for name, p in small.named_parameters():
-        source = parameters[source_name(name, parameters)]
-        for key, value in old.state.get(source, {}).items():
-            if isinstance(value, Tensor) and value.shape == source.shape:
-                value = take(value, *cuts[name]) if name in cuts else value.clone()
-            elif isinstance(value, Tensor):
-                value = value.clone()
-            new.state[p][key] = value

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from safetensors.torch import save_file
 
@@ -24,10 +25,8 @@ UNIT = 8 * 2 * 17 * 32  # eight neurons
 
 @pytest.fixture
 def start(tmp_path: Path):
-    torch.manual_seed(0)
-    model = dense_model(
-        read_config("digits", {"model": "vit_tiny_patch16_224", "model_args": SHAPE, "pretrained": False})
-    )
+    torch.manual_seed(7)
+    model = timm.create_model("vit_tiny_patch16_224", **SHAPE)
     save_file(model.state_dict(), tmp_path / "dense.safetensors")
     given = {"weights": str(tmp_path / "dense.safetensors"), "target": "60%", "epochs": 2, "batch_size": 32}
     given |= {"model": "vit_tiny_patch16_224", "model_args": SHAPE, "lr": 1e-3, "freeze_at": 0.5, "eval_every": 9}

@@ -13,6 +13,7 @@ as many epochs as fit into HiAP's training time. The arms of Torch-Pruning need 
 """
 
 import argparse
+import copy
 import json
 import statistics
 import tempfile
@@ -36,6 +37,8 @@ from hiap.train import Run
 
 KEY = ("start", "target", "epochs", "like", "arm", "lr", "seed", "final")
 
+_DATA: dict[bool, ByteData] = {}
+
 
 # -- running ----------------------------------------------------------------------------------------------------------
 
@@ -53,11 +56,17 @@ def config_of(options: argparse.Namespace, arm: str, lr: float, seed: int, epoch
 
 
 def data_of(options: argparse.Namespace, config: Config, final: bool, device: torch.device) -> ByteData:
-    if options.model is None:
-        return sheets(options.data, options.start, final, device, config.seed, options.limit)
-    data = load_data(config, dense_model(config), device)
-    assert isinstance(data, ByteData)
-    return data if final else data.held_out()
+    """The images of a run; they are read once."""
+    if final not in _DATA:
+        if options.model is None:
+            _DATA[final] = sheets(options.data, options.start, final, device, config.seed, options.limit)
+        else:
+            data = load_data(config, dense_model(config), device)
+            assert isinstance(data, ByteData)
+            _DATA[final] = data if final else data.held_out()
+    data = copy.copy(_DATA[final])
+    data.seed = config.seed
+    return data
 
 
 def run_arm(options: argparse.Namespace, arm: str, config: Config, final: bool, device: torch.device) -> dict[str, Any]:

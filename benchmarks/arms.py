@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import timm
 import torch
@@ -74,19 +74,20 @@ class Peer(Run):
 
 
 class Penalised(Run):
-    """Gates learned under a penalty, cut to the target by their rank at the freeze.
+    """Gates learned under a penalty, cut to the target by their rank at the freeze."""
 
-    Args:
-        penalty: terms to add to the loss, from the gated model, each with its weight.
-    """
+    options: ClassVar[dict[str, Any]]
 
-    penalty: Callable[[Penalised], dict[str, tuple[float, Tensor]]]
+    def penalty(self) -> dict[str, tuple[float, Tensor]]:
+        """Terms to add to the loss, each with its weight."""
+        raise NotImplementedError
 
     def _terms(self, logits: Tensor, target: Tensor, teacher: Tensor | None) -> dict[str, Tensor]:
         terms = super()._terms(logits, target, teacher)
         if self.stage == "search":
-            self.weights = {name: weight for name, (weight, _) in self.penalty().items()}
-            terms |= {name: value for name, (_, value) in self.penalty().items()}
+            penalty = self.penalty()
+            self.weights = {name: weight for name, (weight, _) in penalty.items()}
+            terms |= {name: value for name, (_, value) in penalty.items()}
         return terms
 
     def _weighted(self, terms: dict[str, Tensor]) -> Tensor:
@@ -99,21 +100,26 @@ class Penalised(Run):
 
 
 class L1(Penalised):
-    """ViT-Slim's way: soft masks under an l1 penalty, then a threshold."""
+    """ViT-Slim's way: soft masks, without noise, under an l1 penalty; then a threshold."""
+
+    options: ClassVar[dict[str, Any]] = {"noise_start": 0.0, "noise_end": 0.0, "tau_start": 1.0, "tau_floor": 1.0}
 
     def penalty(self) -> dict[str, tuple[float, Tensor]]:
         masks = torch.cat([gate.probability().flatten() for gate in hiap.gates(self.raw)])
-        return {"l1": (1.0, masks.mean())}
+        return {"l1": (0.05, masks.sum())}  # at the start as strong as the task's gradient in a median mask
 
 
 class Paper(Penalised):
-    """The paper's penalties (its DeiT-Small ratio 2:1), noise and temperature."""
+    """The paper's penalties (its ratio 2:1), noise and temperature; as much stronger as the search is shorter."""
+
+    options: ClassVar[dict[str, Any]] = {"noise_end": 1.0}
 
     def penalty(self) -> dict[str, tuple[float, Tensor]]:
         config = self.config
         terms = cost_terms(self.raw, self.cost)
         terms |= feasibility_terms(self.raw, config.min_heads, config.min_value_dims, config.min_neurons)
-        weights = {"macro": 0.9, "micro": 0.45}
+        times = 300 * self.per_epoch / self.schedule.freeze
+        weights = {"macro": 0.9 * times, "micro": 0.45 * times}
         return {name: (weights.get(name, 1.0), value) for name, value in terms.items()}
 
 
@@ -195,7 +201,7 @@ def cost_of(run: Peer, topology: hiap.Topology) -> int:
 
 
 def depth(run: Peer) -> nn.Module:
-    """Whole blocks dropped by Taylor importance; the last one that goes keeps as many neurons as fit."""
+    """Whole blocks dropped by Taylor importance; the last one that goes keeps as many neurons and heads as fit."""
     gated, controller = controller_of(run, ("attention", "block"))
     gated.train()
     for x, y in run.batches():
@@ -217,18 +223,26 @@ def depth(run: Peer) -> nn.Module:
         heads[i] = neurons[i] = None
         if cost_of(run, topology()) <= controller.target:
             break
-    while True:
-        width = (neurons[i] or 0) + run.config.round_to
-        neurons[i], before = width, neurons[i]
-        if width > dense[i].neurons or cost_of(run, topology()) > controller.target:
-            neurons[i] = before
-            return hiap.extract(run.dense, topology(), run.config.round_to)
+    for counts, most, step in ((neurons, dense[i].neurons, run.config.round_to), (heads, dense[i].heads, 1)):
+        while (counts[i] or 0) < most:
+            before, counts[i] = counts[i], (counts[i] or 0) + step
+            if cost_of(run, topology()) > controller.target:
+                counts[i] = before
+                break
+    return hiap.extract(run.dense, topology(), run.config.round_to)
 
 
 def random_topology(run: Peer) -> nn.Module:
+    """Units at random: what a unit is worth is drawn per MAC, so that no kind is favoured."""
     _, controller = controller_of(run, FIVE)
     generator = torch.Generator().manual_seed(run.config.seed)
-    controller.importance.copy_(torch.rand(controller.importance.shape, generator=generator))
+    drawn = {}
+    for site, kinds in zip(controller.sites, controller.kinds, strict=True):
+        shapes = {kind: torch.ones(gate.shape, dtype=torch.float64) for kind, gate in kinds.items()}
+        prices = controller.cost.prices(site, shapes)
+        for kind, gate in kinds.items():
+            drawn[id(gate)] = (torch.rand(gate.shape, generator=generator) * prices[kind]).flatten()
+    controller.importance.copy_(torch.cat([drawn[id(gate)] for gate in controller.all_gates]))
     return hiap.extract(run.dense, controller.decide(), run.config.round_to)
 
 
@@ -291,7 +305,12 @@ def _torch_pruned(tp: Any, run: Peer, gradients: dict[str, Tensor | None], ratio
     for block in model.blocks:
         attn = block.attn
         attn.num_heads = pruner.num_heads[attn.qkv]
-        attn.head_dim = attn.qkv.out_features // (3 * attn.num_heads)
+        width, attn.head_dim = attn.head_dim, attn.qkv.out_features // (3 * attn.num_heads)
+        queries = attn.qkv.out_features // 3
+        with torch.no_grad():  # fused attention scales by the new width; the scores were scaled by the old
+            for tensor in (attn.qkv.weight, attn.qkv.bias):
+                if tensor is not None:
+                    tensor[:queries] *= (attn.head_dim / width) ** 0.5
     model.zero_grad()
     return model
 

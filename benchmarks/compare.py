@@ -35,7 +35,8 @@ from hiap.start import dense_model, load_data
 from hiap.timing import device_name, precision, timings
 from hiap.train import Run
 
-KEY = ("start", "target", "epochs", "like", "arm", "lr", "seed", "final")
+KEY = ("start", "weights", "set", "target", "epochs", "like", "arm", "lr", "seed", "final")
+KEPT = ("top1", "top1_before", "seconds", "dense_macs", "expected_macs", "undecided", "soft_top1", "hard_top1")
 
 _DATA: dict[bool, ByteData] = {}
 
@@ -47,7 +48,7 @@ def config_of(options: argparse.Namespace, arm: str, lr: float, seed: int, epoch
     given: dict[str, Any] = {"target": options.target, "epochs": epochs, "lr": lr, "seed": seed, "eval_every": 1000}
     if arm in LEARNED:  # penalised gates are learned, not set
         given |= {"gate_mode": "gradient", "granularities": ["head", "block", "value_dim", "neuron"], "gate_lr": 2e-2}
-        given |= {"noise_end": 1.0 if arm == "paper" else 0.0, "start_logit": 3.0}
+        given |= LEARNED[arm].options
     given |= {key: yaml.safe_load(value) for key, _, value in (pair.partition("=") for pair in options.set)}
     if options.model is None:
         return configuration(options.start, options.weights, given)
@@ -86,17 +87,21 @@ def run_arm(options: argparse.Namespace, arm: str, config: Config, final: bool, 
             macs = counted_macs(network, peer)
         whole = time.perf_counter() - began
     ms = milliseconds(network, data, device)
-    kept = {key: record[key] for key in ("top1", "top1_before", "seconds", "dense_macs") if key in record}
-    return {**kept, "macs": macs, "wall_s": whole, "ms": ms, "topology": topology}
+    return {
+        **{key: record[key] for key in KEPT if key in record},
+        "macs": macs,
+        "wall_s": whole,
+        "ms": ms,
+        "topology": topology,
+    }
 
 
 def hiap_topology(options: argparse.Namespace, config: Config, final: bool) -> hiap.Topology:
     """What HiAP found in the run that is recorded with the same seed."""
-    for record in read(options.records):
-        same = (record["start"], record["target"], record["seed"]) == (name_of(options), config.target, config.seed)
-        if record["arm"] == "hiap" and same and record["final"] == final:
+    for record in of(options, "hiap", final):
+        if record["seed"] == config.seed:
             return hiap.Topology.from_json(record["topology"])
-    raise ValueError(f"{SCRATCH} trains HiAP's topology: run the arm hiap first")
+    raise SystemExit(f"{SCRATCH} trains HiAP's topology: run the arm hiap with seed {config.seed} first")
 
 
 @torch.inference_mode()
@@ -112,8 +117,20 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def name_of(options: argparse.Namespace) -> str:
-    return options.model or options.start
+def setting(options: argparse.Namespace) -> tuple[str, str, str, str]:
+    """What all runs of a comparison share: start, weights, options and target."""
+    given = sorted(options.set) + ([f"limit={options.limit}"] if options.limit != 50 else [])
+    return options.model or options.start, Path(options.weights).name, " ".join(given), options.target
+
+
+def of(options: argparse.Namespace, arm: str, final: bool) -> list[dict[str, Any]]:
+    """The records of an arm in this setting at equal epochs."""
+    return [
+        record
+        for record in read(options.records)
+        if tuple(record[key] for key in KEY[:4]) == setting(options)
+        and (record["epochs"], record["like"], record["arm"], record["final"]) == (options.epochs, None, arm, final)
+    ]
 
 
 def run(options: argparse.Namespace) -> None:
@@ -128,7 +145,7 @@ def run(options: argparse.Namespace) -> None:
         for lr, seed, final in [*todo, *((None, seed, True) for seed in seeds)]:
             lr = lr if lr is not None else best_rate(options, arm, [float(rate) for rate in rates])
             epochs = epochs_of(options, arm) if options.like and final else options.epochs
-            place = (name_of(options), options.target, epochs, options.like, arm, lr, seed, final)
+            place = (*setting(options), epochs, options.like, arm, lr, seed, final)
             if any(tuple(record[key] for key in KEY) == place for record in read(options.records)):
                 continue
             if time.perf_counter() > deadline:
@@ -148,26 +165,13 @@ def run(options: argparse.Namespace) -> None:
 def best_rate(options: argparse.Namespace, arm: str, rates: list[float]) -> float:
     if len(rates) == 1:
         return rates[0]
-    scores = {
-        r["lr"]: r["top1"]
-        for r in read(options.records)
-        if not r["final"]
-        and (r["start"], r["target"], r["arm"]) == (name_of(options), options.target, arm)
-        and r["lr"] in rates
-    }
+    scores = {record["lr"]: record["top1"] for record in of(options, arm, False) if record["lr"] in rates}
     return max(scores, key=lambda lr: scores[lr])
 
 
 def epochs_of(options: argparse.Namespace, arm: str) -> int:
     """As many epochs as fit into the training time of the arm `--like` names."""
-    seconds = {
-        name: [
-            r["seconds"] / r["epochs"]
-            for r in read(options.records)
-            if r["final"] and (r["start"], r["target"], r["arm"]) == (name_of(options), options.target, name)
-        ]
-        for name in (arm, options.like)
-    }
+    seconds = {name: [record["seconds"] for record in of(options, name, True)] for name in (arm, options.like)}
     if not all(seconds.values()):
         raise SystemExit(f"--like {options.like} needs records of {arm} and {options.like} at equal epochs first")
     mine, other = (statistics.mean(seconds[name]) for name in (arm, options.like))

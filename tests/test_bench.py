@@ -40,7 +40,7 @@ def test_every_setting_is_timed_side_by_side() -> None:
     ]
     assert all(r.ms > 0 and r.images_per_s == pytest.approx(1e3 * r.batch / r.ms) for r in rows)
     assert {r.macs for r in rows} == {hiap.macs(model), hiap.macs(compact)}
-    assert next(model.parameters()).dtype == torch.float32
+    assert {p.dtype for one in (model, compact) for p in one.parameters()} == {torch.float32}
 
 
 def test_calls_take_turns() -> None:
@@ -62,9 +62,13 @@ def test_wrong_settings_are_refused() -> None:
         ({"precisions": ["int8"]}, "unknown precision 'int8'"),
         ({"modes": ["fast"]}, "unknown mode 'fast'"),
         ({"modes": ["graph"]}, "need a CUDA device"),
+        ({"batches": [0]}, "must be at least 1"),
+        ({"repeat": 0}, "must be at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
             bench({"dense": make()}, CPU, **options)
+    with pytest.raises(ValueError, match="different inputs cannot be compared"):
+        bench({"one": make(), "other": make(img_size=64)}, CPU)
 
 
 @torch.no_grad()

@@ -17,12 +17,14 @@ from hiap.compact import Widths
 from hiap.config import ConfigError, read_config
 from hiap.families.timm import sites
 from hiap.latency import LatencyCost, LatencyError, LatencyTable, measure, network_cost
+from hiap.state import RunError
 from hiap.train import prune
 from test_budget import observed
 from test_gates import ALL
 
 CPU = torch.device("cpu")
 MODEL = {"embed_dim": 32, "depth": 4, "num_heads": 4}  # 17 tokens, heads of 8, 128 neurons
+SHAPE = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "in_chans": 1}
 GRID = {"heads": [1, 2, 4], "qk_dim": [2, 8], "value_dim": [2, 4, 8], "neurons": [8, 64, 128]}
 
 
@@ -59,6 +61,7 @@ def test_between_grid_points_the_cost_is_multilinear() -> None:
         assert hard(cost, h, q, v, n) == pytest.approx(2.0 + 0.01 * h * (q + v) + 0.01 * n)
     assert hard(cost, None, 0, 0, None) == hard(cost, 0, 0, 0, 0) == 0.0  # with a branch goes all of it
     assert hard(cost, 1, 1, 1, None) == hard(cost, 1, 2, 2, None)  # below the grid its edge counts
+    assert hard(cost, None, 0, 0, 1) == hard(cost, None, 0, 0, 8)
 
 
 def test_the_cost_of_counts_is_that_of_widths_and_differentiable() -> None:
@@ -115,6 +118,12 @@ def test_tables_travel_as_json(tmp_path: Path) -> None:
         ({"qk_dim": [2, 4, 8]}, r"attention must be \[3, 3, 3\] numbers; found \[3, 2, 3\]"),
         ({"attention": [[[1.0], [1.0, 2.0]]]}, "rows of one length"),
         ({"outside": -1.0}, "positive and finite"),
+        ({"outside": None}, "costs must be numbers"),
+        ({"attention": None}, "costs must be numbers"),
+        ({"heads": None}, "heads must be rising widths from 1; found None"),
+        ({"heads": ["a"]}, "heads must be rising widths"),
+        ({"heads": [1.5, 2, 4]}, "heads must be rising widths"),
+        ({"tokens": "17"}, "tokens must be a whole number; found '17'"),
         ({"ffn": [1.0, float("nan"), 2.0]}, "positive and finite"),
     ],
 )
@@ -184,8 +193,7 @@ def test_a_run_with_a_latency_target(tmp_path: Path, capsys: pytest.CaptureFixtu
     ffn, attention = (lambda n: 1.0 + 0.01 * n), (lambda h, q, v: 1.0 + 0.01 * h * (q + v))
     table = synthetic(attention, ffn, dim=16, tokens=5, mode="eager", device="elsewhere")
     table.save(tmp_path / "t.json")
-    shape = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "in_chans": 1}
-    given = {"model_args": shape, "dense_epochs": 1, "epochs": 2, "target": "1.6x", "cost": str(tmp_path / "t.json")}
+    given = {"model_args": SHAPE, "dense_epochs": 1, "epochs": 2, "target": "1.6x", "cost": str(tmp_path / "t.json")}
     result = prune(read_config("digits", given), tmp_path / "run")
     record = result.record
     assert record["unit"] == "ms" and "measured" not in record  # the table is of another machine
@@ -211,10 +219,33 @@ def test_targets_and_costs_that_do_not_go_together(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             read_config("digits", options)
-    config = read_config("digits", {"target": "7mJ", "cost": table})
-    with pytest.raises((ConfigError, LatencyError), match=r"does not fit|in mJ"):
-        prune(config, tmp_path / "run")
+    with pytest.raises(LatencyError, match="does not fit"):
+        prune(read_config("digits", {"target": "2x", "cost": table}), tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"target is in mJ, the table .* in ms"):
+        prune(read_config("digits", {"target": "7mJ", "cost": table, "model_args": SHAPE}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_clock_that_fails_loses_nothing(tmp_path: Path) -> None:
+    here = hiap.timing.device_name(CPU)
+    synthetic(dim=16, tokens=5, mode="compile", device=here).save(tmp_path / "t.json")
+    given = {"model_args": SHAPE, "dense_epochs": 0, "epochs": 1, "target": "1.6x", "cost": str(tmp_path / "t.json")}
+    config = read_config("digits", given)
+    if torch.cuda.is_available():
+        pytest.skip("the mode needs a CUDA device, and there is one")
+    with pytest.warns(UserWarning, match="the result is saved, but its time cannot be measured"):
+        result = prune(config, tmp_path / "run")
+    assert "measured" not in result.record and hiap.load(tmp_path / "run/compact").num_classes == 10
+
+
+def test_a_changed_table_is_noticed(tmp_path: Path) -> None:
+    table = synthetic(dim=16, tokens=5)
+    table.save(tmp_path / "t.json")
+    given = {"model_args": SHAPE, "dense_epochs": 0, "epochs": 1, "target": "1.6x", "cost": str(tmp_path / "t.json")}
+    prune(read_config("digits", given), tmp_path / "run")
+    replace(table, outside=0.7).save(tmp_path / "t.json")
+    with pytest.raises(RunError, match="has changed since the run"):
+        prune(read_config("digits", given), tmp_path / "run", resume=True)
 
 
 def test_measuring(tmp_path: Path) -> None:
@@ -240,3 +271,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert LatencyTable.load(out).model == "test_vit" and "saved in" in capsys.readouterr().out
     assert main([*arguments, "--unit", "hours"]) == 1
     assert "unit must be one of ms, mJ" in capsys.readouterr().err
+    for wrong, message in (
+        (["--dtype", "int8"], "precision must be one of"),
+        (["--model", "nosuch"], "timm cannot make the model nosuch"),
+        (["--device", "gpu"], "--device must be cuda or cpu"),
+        (["-o", str(tmp_path / "no/t.json")], "there is no folder"),
+    ):
+        assert main([*arguments, *wrong]) == 1
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*arguments, "--batch", "0"])
+    assert "must be a whole number from 1" in capsys.readouterr().err

@@ -69,6 +69,21 @@ def test_dtype_of_the_result() -> None:
     assert {p.dtype for p in fast.parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_of_few_bits_are_folded_in_float32(dtype: torch.dtype) -> None:
+    model = make().to(dtype)
+    fast = hiap.optimize(model)
+    assert {p.dtype for p in fast.parameters()} == {dtype}
+    x = images(make())
+    reference = copy.deepcopy(model).double()(x)
+    assert (fast.double()(x) - reference).abs().max() < 0.02 * reference.abs().max()
+
+
+def test_pixels_that_fill_no_patch() -> None:
+    model = make(img_size=36)
+    assert close(hiap.optimize(model)(images(model)), model(images(model)))
+
+
 def test_gates_are_refused_and_a_wrong_result_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="extract it first"):
         hiap.optimize(hiap.attach(make()))

@@ -68,11 +68,11 @@ def runner(model: nn.Module, x: Tensor, mode: str) -> Run:
     model = compiled(model) if "compile" in mode else model
     if "graph" not in mode:
         return lambda: model(x)
-    return graphed(lambda: model(x))
+    return graphed(lambda: model(x), x.device)
 
 
 def bench(
-    networks: Mapping[str, nn.Module],
+    networks: Mapping[str, ViT],
     device: torch.device,
     batches: Sequence[int] = (1, 256),
     precisions: Sequence[str] = ("fp32", "bf16"),
@@ -84,26 +84,30 @@ def bench(
     """Time networks of one input size in every setting. The networks are not changed.
 
     Raises:
-        ValueError: an unknown precision or mode, or a mode the device does not have.
+        ValueError: an unknown precision or mode, one the device does not have, or networks of different inputs.
     """
     for given, known, what in ((precisions, PRECISIONS, "precision"), (modes, MODES, "mode")):
         wrong = [name for name in given if name not in known]
         if wrong:
             raise ValueError(f"unknown {what} {wrong[0]!r}; known: {', '.join(known)}")
+    if not batches or min(*batches, warmup + 1, repeat) < 1:
+        raise ValueError(f"batches and runs must be at least 1; found {list(batches)} and {repeat}")
+    inputs = {key: (model.patch_embed.proj.in_channels, *family.image_size(model)) for key, model in networks.items()}
+    if len(set(inputs.values())) > 1:
+        raise ValueError(f"networks of different inputs cannot be compared; found {inputs}")
     if device.type != "cuda" and any("graph" in mode for mode in modes):
         raise ValueError(f"CUDA graphs need a CUDA device; found {device}")
     rows = []
     costs = {name: macs(model) for name, model in networks.items()}
     for name in precisions:
         with precision(name) as dtype, torch.no_grad():
-            cast: dict[str, ViT] = {}
+            cast: dict[str, ViT] = {name: None for key in networks for name in (key, f"{key}, optimised")}
             for key, model in networks.items():
-                cast[key] = copy.deepcopy(model).to(device, dtype).eval()
-                cast[f"{key}, optimised"] = optimize(model.to(device), dtype, max(batches))
+                own = copy.deepcopy(model).to(device).eval()
+                cast[f"{key}, optimised"] = optimize(own, dtype, max(batches))
+                cast[key] = own.to(dtype)
             for batch in batches:
-                first = next(iter(cast.values()))
-                shape = (batch, first.patch_embed.proj.in_channels, *family.image_size(first))
-                x = torch.randn(shape, device=device, dtype=dtype)
+                x = torch.randn((batch, *next(iter(inputs.values()))), device=device, dtype=dtype)
                 backends = {key: attention_backend(model, x) for key, model in cast.items()}
                 for mode in modes:
                     say(f"{name}, batch {batch}, {mode}")

@@ -106,42 +106,38 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_bench(command: argparse.ArgumentParser) -> None:
-    command.add_argument("folder", nargs="?", help="a folder written by hiap.save; or give --model and --topology")
-    command.add_argument("--against", default="dense", help="'dense' (default), 'none', or the folder of another model")
-    command.add_argument("--model", help="timm name of a dense model, with random weights")
-    command.add_argument("--topology", help="what to keep of it: a JSON file, deit_base_10.1g or deit_base_7.4g")
-    command.add_argument("--img-size", type=int, help="input size of --model")
-    command.add_argument("--round-to", type=int, default=8, help="multiple that its widths are rounded to (default 8)")
-    command.add_argument("--device", help="cuda or cpu; CUDA by default where there is any")
-    command.add_argument("--batch", type=_listed(int), default=[1, 256], metavar="A,B", help="(default 1,256)")
-    command.add_argument(
+    add = command.add_argument
+    add("folder", nargs="?", help="a folder written by hiap.save; or give --model and --topology")
+    add("--against", default="dense", help="'dense' (default), 'none', or the folder of another model")
+    add("--model", help="timm name of a dense model, with random weights")
+    add("--topology", help="what to keep of it: a JSON file, deit_base_10.1g or deit_base_7.4g")
+    add("--img-size", type=_positive, help="input size of --model")
+    add("--round-to", type=_positive, default=8, help="multiple that its widths are rounded to (default 8)")
+    add("--device", help="cuda or cpu; CUDA by default where there is any")
+    add("--batch", type=_listed(_positive), metavar="A,B", help="images at a time (default 1,256)")
+    add(
         "--precision", type=_listed(str), metavar="A,B", help="of fp32, tf32, bf16, fp16 (default fp32,bf16; CPU: fp32)"
     )
-    command.add_argument(
-        "--mode",
-        type=_listed(str),
-        metavar="A,B",
-        help="of eager, compile, graph, compile+graph (default eager,compile; CPU: eager)",
+    modes = "of eager, compile, graph, compile+graph (default eager,compile; CPU: eager)"
+    add("--mode", type=_listed(str), metavar="A,B", help=modes)
+    add("--warmup", type=_positive, help="untimed runs (default 10)")
+    add("--runs", type=_positive, help="timed runs of each network (default 50)")
+    add(
+        "--paper", action="store_true", help="defaults by the paper's protocol: fp32, batch 1,256, eager, 50 + 100 runs"
     )
-    command.add_argument("--warmup", type=int, default=10, help="untimed runs (default 10)")
-    command.add_argument("--runs", type=int, default=50, help="timed runs of each network (default 50)")
-    command.add_argument(
-        "--paper", action="store_true", help="the paper's protocol: fp32, batch 1,256, eager, 50 + 100"
-    )
-    command.add_argument("--json", help="write all figures here")
+    add("--json", help="write all figures here")
 
 
 def _add_measure(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--model", required=True, help="timm name of the dense model; its weights do not matter")
-    command.add_argument("--img-size", type=int, help="input size; the model's own by default")
-    command.add_argument("--device", help="cuda or cpu; CUDA by default where there is any")
-    command.add_argument("--dtype", default="bf16", help="fp32, tf32, bf16 or fp16 (default bf16)")
-    command.add_argument("--batch", type=int, default=256, help="images at a time (default 256)")
-    command.add_argument(
-        "--mode", help="how networks will run: eager, graph (default with CUDA) or compile (optimised and compiled)"
-    )
-    command.add_argument("--unit", default="ms", help="ms, or mJ where the GPU reports energy (default ms)")
-    command.add_argument("-o", "--output", required=True, help="JSON file to write")
+    add = command.add_argument
+    add("--model", required=True, help="timm name of the dense model; its weights do not matter")
+    add("--img-size", type=_positive, help="input size; the model's own by default")
+    add("--device", help="cuda or cpu; CUDA by default where there is any")
+    add("--dtype", default="bf16", help="fp32, tf32, bf16 or fp16 (default bf16)")
+    add("--batch", type=_positive, default=256, help="images at a time (default 256)")
+    add("--mode", help="how networks will run: eager, graph (default with CUDA) or compile (optimised and compiled)")
+    add("--unit", default="ms", help="ms, or mJ where the GPU reports energy (default ms)")
+    add("-o", "--output", required=True, help="JSON file to write")
 
 
 def _add_options(command: argparse.ArgumentParser) -> None:
@@ -175,9 +171,18 @@ def _ratio(text: str) -> list[float]:
     return [float(part) for part in text.split(":")]
 
 
-def _listed(kind: type) -> Callable[[str], list[Any]]:
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1; found {text!r}")
+    return int(text)
+
+
+def _listed(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     def read(text: str) -> list[Any]:
-        return [kind(part) for part in text.split(",") if part]
+        try:
+            return [kind(part) for part in text.split(",") if part]
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"must be values with commas between them: {error}") from error
 
     return read
 
@@ -313,27 +318,35 @@ def _info(options: argparse.Namespace) -> int:
 def _device(name: str | None) -> Any:
     import torch
 
-    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ValueError(f"--device must be cuda or cpu; found {name!r}") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("there is no CUDA device here; pass --device cpu")
     return device
+
+
+def _writable(path: str | None) -> None:
+    """Raise before any work where a file cannot be written after it."""
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"{path} cannot be written: there is no folder {Path(path).absolute().parent}")
 
 
 def _bench(options: argparse.Namespace) -> int:
     from hiap.bench import bench, record, table
 
     device = _device(options.device)
-    on_gpu = device.type == "cuda"
+    _writable(options.json)
+    on_gpu, paper = device.type == "cuda" and not options.paper, options.paper
     networks = _networks(options)
-    settings = {
-        "batches": options.batch,
+    settings: dict[str, Any] = {
+        "batches": options.batch or [1, 256],
         "precisions": options.precision or (["fp32", "bf16"] if on_gpu else ["fp32"]),
         "modes": options.mode or (["eager", "compile"] if on_gpu else ["eager"]),
-        "warmup": options.warmup,
-        "repeat": options.runs,
+        "warmup": options.warmup or (50 if paper else 10),
+        "repeat": options.runs or (100 if paper else 50),
     }
-    if options.paper:
-        settings = {"batches": [1, 256], "precisions": ["fp32"], "modes": ["eager"], "warmup": 50, "repeat": 100}
     rows = bench(networks, device, say=lambda text: print(f"timing {text}", file=sys.stderr), **settings)
     found = record(rows, device, settings)
     print(f"{found['device']}, torch {found['torch']}")
@@ -358,19 +371,23 @@ def _networks(options: argparse.Namespace) -> dict[str, Any]:
         return {"compact": compact}
     if options.against == "dense":
         return {"dense": dense_like(compact), "compact": compact}
-    return {options.against: hiap.load(options.against), "compact": compact}
+    return {"the other": hiap.load(options.against), "compact": compact}
 
 
 def _random_model(options: argparse.Namespace) -> Any:
     import timm
 
-    return timm.create_model(options.model, **({"img_size": options.img_size} if options.img_size else {})).eval()
+    try:
+        return timm.create_model(options.model, **({"img_size": options.img_size} if options.img_size else {})).eval()
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"timm cannot make the model {options.model}: {error}") from error
 
 
 def _measure(options: argparse.Namespace) -> int:
     from hiap.latency import measure
 
     device, start = _device(options.device), time.perf_counter()
+    _writable(options.output)
     model = _random_model(options).to(device)
     found = measure(model, device, options.dtype, options.batch, options.unit, options.mode, options.model, say=print)
     found.save(options.output)

@@ -101,6 +101,7 @@ class Config:
     tau_start: float = _option(2.0, "first temperature")
     tau_decay: float = _option(0.98, "its decay, over 300 virtual epochs before the freeze")
     tau_floor: float = _option(0.05, "least temperature")
+    noise_start: float = _option(1.0, "noise scale at the first step")
     noise_end: float | None = _option(None, "noise scale at the freeze; 0 with a target, else 1 (the paper)")
     ramp_start: float = _option(0.05, "where the budget begins to fall, as a share of the time before the freeze")
     ramp_end: float = _option(0.9, "where it reaches the target, likewise")

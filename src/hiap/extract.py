@@ -24,6 +24,7 @@ from hiap.topology import BlockTopology, Topology, harden, set_topology
 __all__ = [
     "TOLERANCE",
     "Provenance",
+    "check_dtype",
     "difference",
     "extract",
     "probe",
@@ -191,7 +192,7 @@ def _verify(reference: ViT, compact: ViT) -> tuple[float, float]:
 
     The check runs in float64, where rounding is far from any mistake, or in float32 on devices that lack it.
     """
-    dtype = torch.float32 if next(compact.parameters()).device.type == "mps" else torch.float64
+    dtype = check_dtype(compact)
     measured = difference(probe(reference, dtype), probe(compact, dtype))
     if not measured <= TOLERANCE[dtype]:
         raise ExtractionError(
@@ -200,6 +201,11 @@ def _verify(reference: ViT, compact: ViT) -> tuple[float, float]:
             "model itself are finite, please report this with the model's name and the topology."
         )
     return measured, TOLERANCE[dtype]
+
+
+def check_dtype(model: nn.Module) -> torch.dtype:
+    """What results are compared in: float64, or float32 on a device that lacks it."""
+    return torch.float32 if next(model.parameters()).device.type == "mps" else torch.float64
 
 
 def difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:

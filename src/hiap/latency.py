@@ -86,20 +86,25 @@ class LatencyTable:
             wrong.append(f"mode must be one of {', '.join(MODES)}; found {self.mode!r}")
         if not self.device:
             wrong.append("device must be named")
+        for name in ("batch", "dim", "tokens"):
+            if type(getattr(self, name)) is not int:
+                wrong.append(f"{name} must be a whole number; found {getattr(self, name)!r}")
         for name in AXES:
             axis = getattr(self, name)
-            if not axis or axis[0] < 1 or any(a >= b for a, b in itertools.pairwise(axis)):
-                wrong.append(f"{name} must be rising widths from 1; found {axis}")
+            whole = isinstance(axis, list) and axis and all(type(width) is int for width in axis)
+            if not whole or axis[0] < 1 or any(a >= b for a, b in itertools.pairwise(axis)):
+                raise LatencyError(f"{name} must be rising widths from 1; found {axis!r}")
         shape = [len(self.heads), len(self.qk_dim), len(self.value_dim)]
         try:
             values, ffn = torch.tensor(self.attention).double(), torch.tensor(self.ffn).double()
-        except (TypeError, ValueError) as error:
-            raise LatencyError(f"attention and ffn must be numbers in rows of one length: {error}") from error
+            rest = torch.tensor([self.outside, self.dense]).double()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise LatencyError(f"costs must be numbers, attention in rows of one length: {error}") from error
         if list(values.shape) != shape:
             wrong.append(f"attention must be {shape} numbers; found {list(values.shape)}")
         if list(ffn.shape) != [len(self.neurons)]:
             wrong.append(f"ffn must be {len(self.neurons)} numbers; found {list(ffn.shape)}")
-        every = torch.cat([values.flatten(), ffn.flatten(), torch.tensor([self.outside, self.dense]).double()])
+        every = torch.cat([values.flatten(), ffn.flatten(), rest])
         if not bool((every > 0).all() & every.isfinite().all()):
             wrong.append("all costs must be positive and finite")
         if wrong:
@@ -135,6 +140,8 @@ class LatencyTable:
 class LatencyCost(Cost):
     """Cost of a network by a table: interpolated between its grid points, additive over blocks, never falling.
 
+    All of the blocks counts as prunable, gated or not.
+
     Args:
         model: a gated or ungated model of the table's width and number of tokens.
         device, precision: refuse a table of another device or precision; by default any is taken.
@@ -153,7 +160,8 @@ class LatencyCost(Cost):
         attention = _rising(torch.tensor(table.attention, dtype=torch.float64))
         gone = torch.zeros(1, *attention.shape[1:], dtype=torch.float64)
         self._attention = torch.cat([gone, attention])
-        self._ffn = torch.cat([torch.zeros(1, dtype=torch.float64), _rising(torch.tensor(table.ffn).double())])
+        ffn = _rising(torch.tensor(table.ffn, dtype=torch.float64))
+        self._ffn = torch.cat([torch.zeros(1, dtype=torch.float64), ffn])
         self._axes = [_axis([0, *table.heads]), _axis(table.qk_dim), _axis(table.value_dim)]
         self._neurons = [_axis([0, *table.neurons])]
         self._known: dict[tuple[int, ...], float] = {}
@@ -175,13 +183,18 @@ class LatencyCost(Cost):
         return self._branches(widths)
 
     def _branches(self, widths: Widths) -> float:
-        attention = (widths.heads, widths.qk_dim, widths.value_dim) if widths.heads else (0, 0, 0)
-        return self._at(*attention) + self._at(widths.neurons or 0)
+        """Cost of a block; below the grid a branch costs what it does at its edge."""
+        total = 0.0
+        if widths.heads:
+            total += self._at(max(widths.heads, self.table.heads[0]), widths.qk_dim, widths.value_dim)
+        if widths.neurons:
+            total += self._at(max(widths.neurons, self.table.neurons[0]))
+        return total
 
     def _at(self, *widths: int) -> float:
         if widths not in self._known:
             values, axes = (self._ffn, self._neurons) if len(widths) == 1 else (self._attention, self._axes)
-            self._known[widths] = float(interpolate(values, axes, [torch.tensor(float(w)).double() for w in widths]))
+            self._known[widths] = float(interpolate(values, axes, torch.tensor(widths, dtype=torch.float64).unbind()))
         return self._known[widths]
 
     def macro(self, counts: Counts) -> Tensor:
@@ -307,9 +320,13 @@ def measure(
         grid: widths of the axes heads, qk_dim, value_dim and neurons; a default for what is not given.
 
     Raises:
-        LatencyError: the unit or the mode cannot be had on the device.
+        LatencyError: a setting is unknown, or cannot be had on the device.
     """
     mode = mode or ("graph" if device.type == "cuda" else "eager")
+    if precision_name not in PRECISIONS:
+        raise LatencyError(f"precision must be one of {', '.join(PRECISIONS)}; found {precision_name!r}")
+    if batch < 1:
+        raise LatencyError(f"batch must be at least 1; found {batch}")
     clock = _clock(unit, device, mode)
     sites = family.sites(model)
     largest = max(sites, key=lambda site: ((site.widths.heads or 0), (site.widths.neurons or 0)))
@@ -318,19 +335,19 @@ def measure(
     with precision(precision_name) as dtype:
         x = torch.randn(batch, tokens, dim, device=device, dtype=dtype)
 
-        def part(widths: Widths) -> nn.Module:
-            block = shrink_block(copy.deepcopy(largest.block), dim, widths)
-            return materialise(block, device).to(dtype).eval()
+        def chain(widths: Widths, length: int) -> nn.Module:
+            blocks = [shrink_block(copy.deepcopy(largest.block), dim, widths) for _ in range(length)]
+            return materialise(nn.Sequential(*blocks), device).to(dtype).eval()
 
         def branch(widths: Widths) -> float:
-            return clock(functools.partial(_chain(part(widths), CHAIN), x)) / CHAIN
+            return clock(functools.partial(chain(widths, CHAIN), x)) / CHAIN
 
         def gain(widths: Widths) -> float:
             """What compiling saves of a branch that has others before and after it."""
             if mode != "compile":
                 return 0.0
             torch.compiler.reset()
-            short, long = (clock(functools.partial(compiled(_chain(part(widths), n)), x)) for n in (CHAIN, 2 * CHAIN))
+            short, long = (clock(functools.partial(compiled(chain(widths, n)), x)) for n in (CHAIN, 2 * CHAIN))
             return branch(widths) - (long - short) / CHAIN
 
         branch(whole)  # warms the device up
@@ -373,10 +390,12 @@ def network_cost(
     net: ViT = copy.deepcopy(model).to(device).eval()
     shape = (batch, net.patch_embed.proj.in_channels, *family.image_size(net))
     x = torch.randn(shape, device=device, dtype=dtype)
-    run: nn.Module = net.to(dtype)
+    run: nn.Module = net
     if mode == "compile":
         torch.compiler.reset()
         run = compiled(optimize(net, dtype, batch, last_block=False))
+    else:
+        net.to(dtype)
     with torch.inference_mode():
         return clock(lambda: run(x))
 
@@ -410,10 +429,6 @@ def _hollow(model: nn.Module) -> ViT:
     return net
 
 
-def _chain(part: nn.Module, length: int) -> nn.Module:
-    return nn.Sequential(*[part] * length)
-
-
 def _clock(unit: str, device: torch.device, mode: str) -> Callable[[Run], float]:
     """What one call costs, in the unit, on the device."""
     if unit not in UNITS:
@@ -422,7 +437,7 @@ def _clock(unit: str, device: torch.device, mode: str) -> Callable[[Run], float]
         raise LatencyError(f"mode must be one of {', '.join(MODES)}; found {mode!r}")
     if mode != "eager" and device.type != "cuda":
         raise LatencyError(f"mode {mode!r} needs a CUDA device; found {device}: measure with mode 'eager'")
-    prepare = graphed if mode != "eager" else lambda run: run
+    prepare: Callable[[Run], Run] = (lambda run: graphed(run, device)) if mode != "eager" else (lambda run: run)
     if unit == "mJ":
         return _energy_clock(device, prepare)
     # What disturbs a clock makes it slow, never fast.
@@ -434,7 +449,7 @@ def _energy_clock(device: torch.device, prepare: Callable[[Run], Run], seconds: 
         import pynvml
 
         pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(device.index or 0)
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode())
         pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
     except Exception as error:
         raise LatencyError(f"{device} reports no energy ({error}); it takes an NVIDIA GPU and nvidia-ml-py") from error

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from hiap.attach import is_gated
 from hiap.compact import Attention, Block, Widths, shrink_block
 from hiap.errors import ExtractionError
-from hiap.extract import TOLERANCE, difference, probe_images, rebuild
+from hiap.extract import TOLERANCE, check_dtype, difference, probe_images, rebuild
 from hiap.families import timm as family
 from hiap.families.timm import Site, ViT
 from hiap.timing import materialise, timings
@@ -56,7 +56,8 @@ class Stem(nn.Module):
         P, Q = self.patch
         h, w = H // P, W // Q
         rows = x.new_zeros(B, self.prefix + h * w, C * P * Q)
-        pixels = x.view(B, C, h, P, w, Q).permute(0, 2, 4, 1, 3, 5)  # (B, h, w, C, P, Q)
+        x = x[..., : h * P, : w * Q]  # what does not fill a patch is not seen
+        pixels = x.reshape(B, C, h, P, w, Q).permute(0, 2, 4, 1, 3, 5)  # (B, h, w, C, P, Q)
         rows[:, self.prefix :] = pixels.reshape(B, h * w, C * P * Q)
         return F.linear(rows, self.weight) + self.table
 
@@ -134,12 +135,17 @@ def optimize(
         last_block: whether the last block computes only what the classifier reads.
 
     Raises:
-        ExtractionError: the logits differ (relative to the largest, in float64).
+        ExtractionError: the logits differ (relative to the largest, in float64 where the device has it).
     """
     if is_gated(model):
         raise ValueError("the model has gates: extract it first")
+    dtype = dtype or next(model.parameters()).dtype
     source: ViT = copy.deepcopy(model).eval()
-    dtype = dtype or next(source.parameters()).dtype
+    if next(source.parameters()).dtype.itemsize < 4:
+        source = source.float()
+    check = check_dtype(source)
+    x = probe_images(source, 2).to(next(source.parameters()).device, check)
+    expected = copy.deepcopy(source).to(check)(x)
     sites, cases = family.sites(source), (batch, family.tokens(source), dtype)
     wanted = {site.widths: _square(site) for site in sites}
     chosen = {
@@ -150,10 +156,8 @@ def optimize(
     if last_block and source.global_pool == "token":
         source.blocks[-1] = LastBlock(source.blocks[-1], source.num_prefix_tokens)
     fast = Optimized(source).eval()
-    x = probe_images(model, 2).to(next(model.parameters()).device)
-    pair = [copy.deepcopy(one).double().eval()(x) for one in (model, fast)]
-    measured = difference(pair[:1], pair[1:])
-    if not measured <= TOLERANCE[torch.float64]:
+    measured = difference([expected], [copy.deepcopy(fast).to(check)(x)])
+    if not measured <= TOLERANCE[check]:
         raise ExtractionError(f"the optimised network does not reproduce its model: they differ by {measured:.3g}")
     return fast.to(dtype)
 
@@ -170,11 +174,12 @@ def _gains(sites: list[Site], now: Widths, wide: Widths, batch: int, tokens: int
     """Whether attention of the wider heads is faster, by the clock, on the device of the model."""
     site = next(site for site in sites if site.widths == now)
     device = next(site.block.parameters()).device
+    batch = batch if device.type == "cuda" else min(batch, 4)
     x = torch.randn(batch, tokens, site.dim, device=device, dtype=dtype)
     forms: list[ViT] = [
         materialise(shrink_block(copy.deepcopy(site.block), site.dim, w), device).to(dtype).eval() for w in (now, wide)
     ]
-    first, second = timings([functools.partial(form.attn, x) for form in forms], device, 5, 20)
+    first, second = timings([functools.partial(form.attn, x) for form in forms], device, 3, 10)
     return min(second) < 0.98 * min(first)
 
 

@@ -21,7 +21,7 @@ class Schedule:
         total: steps of the run.
         freeze: steps after which the topology is final.
         tau_start, tau_decay, tau_floor: `max(start * decay^epoch, floor)` over 300 virtual epochs before the freeze.
-        noise_end: noise scale at the freeze; it falls linearly from 1. The paper's noise stays at 1.
+        noise_start, noise_end: noise scale at the first step and at the freeze, linear between. The paper's stays at 1.
         ramp_start, ramp_end: where the budget begins and ends to fall, as shares of the steps before the freeze.
         ramp_power: 1 falls evenly, 3 fast first.
         sharp_start, sharp_end: logits per unit of log-importance, rising geometrically.
@@ -32,6 +32,7 @@ class Schedule:
     tau_start: float = 2.0
     tau_decay: float = 0.98
     tau_floor: float = 0.05
+    noise_start: float = 1.0
     noise_end: float = 1.0
     ramp_start: float = 0.05
     ramp_end: float = 0.9
@@ -48,7 +49,7 @@ class Schedule:
         return max(self.tau_start * float(self.tau_decay**epoch), self.tau_floor)
 
     def noise(self, step: int) -> float:
-        return 1.0 + (self.noise_end - 1.0) * self.progress(step)
+        return self.noise_start + (self.noise_end - self.noise_start) * self.progress(step)
 
     def budget(self, step: int, dense: float, target: float) -> float:
         """The cost allowed at a step: `dense` before the ramp, `target` after it."""

@@ -48,18 +48,24 @@ def precision(name: str) -> Iterator[torch.dtype]:
         torch.backends.cudnn.allow_tf32 = cudnn
 
 
-def graphed(run: Run) -> Run:
-    """The kernels of a call as one CUDA graph."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
+def graphed(run: Run, device: torch.device) -> Run:
+    """The kernels of a call as one CUDA graph of a device."""
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
             run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
+
+    def replay() -> None:
+        with torch.cuda.device(device):
+            graph.replay()
+
+    return replay
 
 
 def timings(runs: Sequence[Run], device: torch.device, warmup: int, repeat: int, rounds: int = 10) -> list[list[float]]:
@@ -67,13 +73,13 @@ def timings(runs: Sequence[Run], device: torch.device, warmup: int, repeat: int,
 
     Args:
         warmup: untimed calls of each.
-        repeat: timed calls of each, over all rounds.
+        repeat: timed calls of each over all rounds, at least.
     """
     for run in runs:
         for _ in range(warmup):
             run()
     rounds = min(rounds, repeat)
-    inner = repeat // rounds
+    inner = -(-repeat // rounds)
     marks: list[list[tuple[Any, Any]]] = [[] for _ in runs]
     for _ in range(rounds):
         for run, own in zip(runs, marks, strict=True):

@@ -9,8 +9,10 @@ go on.
 from __future__ import annotations
 
 import copy
+import hashlib
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -78,7 +80,7 @@ def prune(
 
     Args:
         data: batches of one's own, instead of what `config.data` names.
-        cost: makes a cost of one's own from the gated model; `config.target` is in its unit or relative to it.
+        cost: makes a cost of one's own from the gated model; `config.target` is then a share of its dense value.
 
     Raises:
         ConfigError, BudgetError, UnsupportedModelError: before any work.
@@ -126,18 +128,12 @@ class Run:
         total = config.epochs * self.per_epoch
         share = config.freeze_at or (0.3 if config.target else 1.0)
         noise = config.noise_end if config.noise_end is not None else (0.0 if config.target else 1.0)
+        same = ("tau_start", "tau_decay", "tau_floor", "noise_start", "ramp_start", "ramp_end", "ramp_power")
         self.schedule = Schedule(
-            total,
-            max(1, round(share * total)),
-            config.tau_start,
-            config.tau_decay,
-            config.tau_floor,
-            noise,
-            config.ramp_start,
-            config.ramp_end,
-            config.ramp_power,
-            config.sharp_start,
-            config.sharp_end,
+            total=total,
+            freeze=max(1, round(share * total)),
+            noise_end=noise,
+            **{name: getattr(config, name) for name in (*same, "sharp_start", "sharp_end")},
         )
         self.stop = (config.stop_after or config.epochs) * self.per_epoch
         self.other_teacher = other_teacher(config, self.data.classes, model.patch_embed.proj.in_channels)
@@ -148,6 +144,8 @@ class Run:
             "dense_macs": self.dense_macs,
             "dense_params": sum(p.numel() for p in model.parameters()),
         }
+        if config.cost:
+            self.record["cost_digest"] = hashlib.sha256(Path(config.cost).read_bytes()).hexdigest()
         self.stage, self.step, self.seconds = "dense" if config.dense_epochs else "search", 0, 0.0
         self.topology: Topology | None = None
         self.facts: dict[str, Any] = {}
@@ -281,7 +279,7 @@ class Run:
                 if self.device.type == "cpu" or self.step % 10 == 0 or due or self._terminated:
                     values = self._check_finite(terms)
                     now = {"stage": self.stage, "epoch": f"{epoch + 1}/{end // self.per_epoch}", **values, **self.facts}
-                    if self.controller is not None:
+                    if self.stage == "search":
                         now["temperature"] = self.schedule.temperature(self.step)
                     self.progress.show(now, self.config.batch_size, self.config.target, self.step - first, end - first)
                 if self.stage == "search" and self.step == min(self.schedule.freeze, end):
@@ -531,6 +529,8 @@ class Run:
             self.begin() if self.stage == "dense" else self._begin_search()
             return
         tensors, state = saved
+        if state["record"].get("cost_digest") != self.record.get("cost_digest"):
+            raise RunError(f"{self.config.cost} has changed since the run in {self.out} began; put the old table back")
         self.stage, self.step, self.seconds, self.record = (state[k] for k in ("stage", "step", "seconds", "record"))
         if self.stage != "dense" and self.config.dense_epochs:
             self.dense.load_state_dict(safetensors.torch.load_file(self.out / "dense.safetensors"))
@@ -582,10 +582,11 @@ class Run:
             "params": sum(p.numel() for p in model.parameters()),
             "seconds": self.seconds,
         }
+        if self.folder is not None:
+            save(model, self.out / "compact", self.data.class_names)
         if isinstance(self.cost, LatencyCost):
             self.record |= self._timed(model, self.cost)
         if self.folder is not None:
-            save(model, self.out / "compact", self.data.class_names)
             self.folder.close()
         self.accelerator.wait_for_everyone()
         if self.config.trackers:
@@ -601,9 +602,12 @@ class Run:
             "predicted": cost.of_widths(model, [site.widths for site in family.sites(model)]),
         }
         if self.main and table.device == device_name(self.device):
-            with precision(table.precision) as dtype:
-                found["measured"] = network_cost(model, self.device, dtype, table.batch, table.mode, table.unit)
-            found["dense_measured"] = table.dense
+            try:
+                with precision(table.precision) as dtype:
+                    found["measured"] = network_cost(model, self.device, dtype, table.batch, table.mode, table.unit)
+                found["dense_measured"] = table.dense
+            except (RuntimeError, ValueError) as error:
+                warnings.warn(f"the result is saved, but its time cannot be measured here: {error}", stacklevel=2)
         return found
 
     def _dense_again(self) -> ViT:

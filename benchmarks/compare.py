@@ -234,7 +234,9 @@ def plot(groups: dict[Any, list[dict[str, Any]]], folder: Path) -> None:
             figure, ax = plt.subplots(figsize=(6.4, 4.2), constrained_layout=True)
             for number, arm in enumerate(dict.fromkeys(row["arm"] for row in rows)):
                 own = sorted((row for row in rows if row["arm"] == arm), key=lambda row: row[key])
-                style = {"linewidth": 2.2, "zorder": 3} if arm == "hiap" else {"linewidth": 1.0, "alpha": 0.8}
+                style = {"linewidth": 1.0, "alpha": 0.8, "color": plt.get_cmap("tab20")(number)}
+                if arm == "hiap":
+                    style = {"linewidth": 2.2, "zorder": 3, "color": "black"}
                 ax.errorbar(
                     [row[key] for row in own],
                     [row["top1"] for row in own],

@@ -4,7 +4,7 @@
         [--start dinov2_small] [--speedup 2.0] [--mode compile] [--arms latency,macs] [--seeds 0,1] [--epochs 15]
 
 DIR holds the sheets of Tiny-ImageNet. A table is measured on this device first (bf16, batch 256). Both arms have the
-same gates and the same target: by the table, so many times the speed of timm's dense model in the same mode, compiled or
+same gates and the same target: by the table, so many times the speed of timm's dense model in that mode, compiled or
 in a CUDA graph. `latency` weighs units by the time they save, `macs` by their MACs. After each run the network is timed
 as the table is, and optimised and compiled. One JSON record a run is appended to FILE, scored on the validation sheet.
 """

@@ -8,8 +8,10 @@ import torch
 import hiap
 from conftest import images, make
 from hiap.attach import noise_source
+from hiap.bench import MODES, bench
 from test_gates import ALL, scatter_logits
 
+DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
@@ -40,3 +42,28 @@ def test_the_draw_depends_on_the_seed_alone() -> None:
         noise_source(model).draw()
     first, second, third = (torch.cat([gate.noise for gate in hiap.gates(model)]) for model in models)
     assert torch.equal(first, second) and not torch.equal(first, third)
+
+
+def test_networks_are_timed_in_every_mode() -> None:
+    model = make().float()
+    compact = hiap.extract(model, hiap.Topology.from_counts(model, heads=[1, None, 2], value_dims=[4, [], 8]))
+    rows = bench({"dense": model, "compact": compact}, DEVICE, [2], ["fp32", "tf32", "bf16", "fp16"], MODES, 1, 2)
+    assert len(rows) == 4 * 4 * len(MODES) and all(row.ms > 0 for row in rows)
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph", "compile"])
+def test_a_table_is_measured_and_judges_a_run(mode: str, tmp_path) -> None:
+    model = make(embed_dim=64, num_heads=4).float().to(DEVICE)
+    table = hiap.measure(model, DEVICE, "bf16", 8, mode=mode)
+    cost = hiap.LatencyCost(model, table, hiap.timing.device_name(DEVICE), "bf16")
+    assert 0.5 < (cost.outside + cost.dense) / table.dense < 2
+    table.save(tmp_path / "table.json")
+    assert hiap.LatencyTable.load(tmp_path / "table.json") == table
+
+
+def test_energy_is_measured() -> None:
+    pytest.importorskip("pynvml")
+    grid = {"heads": [3], "qk_dim": [8], "value_dim": [8], "neurons": [96]}
+    table = hiap.measure(make().float().to(DEVICE), DEVICE, "bf16", 64, unit="mJ", grid=grid)
+    assert table.unit == "mJ" and table.dense > table.outside > 0

@@ -18,7 +18,8 @@ import torch
 
 import hiap
 from hiap.families.timm import sites
-from hiap.latency import MODES, LatencyCost, LatencyTable, measure, network_cost
+from hiap.latency import MODES, LatencyCost, LatencyTable
+from hiap.measuring import measure, network_cost
 from hiap.timing import PRECISIONS, device_name, precision
 
 

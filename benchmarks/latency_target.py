@@ -22,7 +22,8 @@ from tiny_imagenet import CLASSES
 import hiap
 from hiap.bench import bench
 from hiap.families.timm import Site, ViT
-from hiap.latency import MODES, LatencyCost, LatencyTable, measure
+from hiap.latency import MODES, LatencyCost, LatencyTable
+from hiap.measuring import measure
 from hiap.train import prune
 
 

@@ -16,7 +16,8 @@ from hiap.cli import main
 from hiap.compact import Widths
 from hiap.config import ConfigError, read_config
 from hiap.families.timm import sites
-from hiap.latency import LatencyCost, LatencyError, LatencyTable, measure, network_cost
+from hiap.latency import LatencyCost, LatencyError, LatencyTable
+from hiap.measuring import measure, network_cost
 from hiap.state import RunError
 from hiap.train import prune
 from test_budget import observed

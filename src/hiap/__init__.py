@@ -18,7 +18,8 @@ from hiap.cost import Counts, MacCost, ParamCost, expected_counts, hard_counts, 
 from hiap.errors import CheckpointError, ExtractionError, TopologyError, UnsupportedModelError
 from hiap.extract import Provenance, extract
 from hiap.gates import GRANULARITIES, Gate
-from hiap.latency import LatencyCost, LatencyError, LatencyTable, measure
+from hiap.latency import LatencyCost, LatencyError, LatencyTable
+from hiap.measuring import measure
 from hiap.optimize import compiled, optimize
 from hiap.schedule import Schedule
 from hiap.topology import BlockTopology, Topology, harden, set_topology

@@ -101,11 +101,11 @@ def bench(
     costs = {name: macs(model) for name, model in networks.items()}
     for name in precisions:
         with precision(name) as dtype, torch.no_grad():
-            cast: dict[str, ViT] = {name: None for key in networks for name in (key, f"{key}, optimised")}
+            cast: dict[str, ViT] = {}
             for key, model in networks.items():
                 own = copy.deepcopy(model).to(device).eval()
-                cast[f"{key}, optimised"] = optimize(own, dtype, max(batches))
-                cast[key] = own.to(dtype)
+                fast = optimize(own, dtype, max(batches))
+                cast |= {key: own.to(dtype), f"{key}, optimised": fast}
             for batch in batches:
                 x = torch.randn((batch, *next(iter(inputs.values()))), device=device, dtype=dtype)
                 backends = {key: attention_backend(model, x) for key, model in cast.items()}

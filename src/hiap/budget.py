@@ -96,8 +96,8 @@ class Target:
         Raises:
             BudgetError: with the forms that are read.
         """
-        number, amount, unit = r"([0-9.]+)\s*", r"([KMG]?)\s*(macs|params|)", r"(%|x|ms|mj)"
-        found = re.fullmatch(rf"\s*{number}(?:{unit}|{amount})\s*", text, re.IGNORECASE)
+        suffix, amount = r"(%|x|ms|mj)", r"([KMG]?)\s*(macs|params|)"
+        found = re.fullmatch(rf"\s*([0-9.]+)\s*(?:{suffix}|{amount})\s*", text, re.IGNORECASE)
         try:
             value = float(found[1]) if found else -1.0
         except ValueError:

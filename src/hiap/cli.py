@@ -384,7 +384,7 @@ def _random_model(options: argparse.Namespace) -> Any:
 
 
 def _measure(options: argparse.Namespace) -> int:
-    from hiap.latency import measure
+    from hiap.measuring import measure
 
     device, start = _device(options.device), time.perf_counter()
     _writable(options.output)

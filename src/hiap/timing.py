@@ -1,4 +1,4 @@
-"""Clocks for networks and parts of networks: precisions, CUDA graphs, calls that take turns, energy."""
+"""Clocks for networks and parts of networks: precisions, CUDA graphs, calls that take turns."""
 
 from __future__ import annotations
 

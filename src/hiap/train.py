@@ -41,7 +41,8 @@ from hiap.evaluate import evaluate
 from hiap.extract import extract, slices
 from hiap.families import timm as family
 from hiap.families.timm import ViT
-from hiap.latency import LatencyCost, network_cost
+from hiap.latency import LatencyCost
+from hiap.measuring import network_cost
 from hiap.objective import Teacher, cost_terms, distillation, feasibility_terms, task_loss
 from hiap.optimizer import carry_optimizer, pack_optimizer, unpack_optimizer
 from hiap.progress import Progress, epoch_line

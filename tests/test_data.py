@@ -11,7 +11,7 @@ import hiap
 from conftest import write_shards
 from hiap.cli import main
 from hiap.config import read_config
-from hiap.data import Augmentation, Data, digits, mix_seed, open_data
+from hiap.data import Augmentation, ByteData, Data, digits, mix_seed, open_data
 
 HALF = ((0.5,) * 3, (0.5,) * 3)
 CPU = torch.device("cpu")
@@ -244,3 +244,13 @@ class TestStreams:
             assert labels(list(hub.val(5))) == list(range(24, 36))
             ranks = [labels(list(hub.train(1, 0, 4, rank, 2))) for rank in (0, 1)]
             assert sorted(ranks[0] + ranks[1]) == list(range(24))
+
+
+def test_a_tenth_is_held_out_of_the_training_images() -> None:
+    images = torch.arange(50, dtype=torch.uint8).view(50, 1, 1, 1).expand(50, 1, 4, 4)
+    rest = (Augmentation(), CPU, 0, list("abcde"))
+    data = ByteData((images, torch.arange(50) % 5), (images[:3], torch.arange(3)), (4, 4), ((0.0,), (1 / 255,)), *rest)
+    held = data.held_out()
+    assert (held.train_size, held.val_size) == (45, 5) and (data.train_size, data.val_size) == (50, 3)
+    seen = [part[0][:, 0, 0, 0] for part in (held._train, held._val)]
+    assert torch.equal(torch.cat(seen).sort().values, torch.arange(50, dtype=torch.uint8))

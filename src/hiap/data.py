@@ -8,50 +8,29 @@ augmented one at a time by loader workers.
 from __future__ import annotations
 
 import copy
-import random
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from importlib.resources import as_file, files
 from importlib.util import find_spec
-from itertools import count, islice
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps
+from PIL import Image
 from safetensors.torch import load_file
-from timm.data import create_dataset, create_transform
+from timm.data import create_dataset
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from hiap.streams import Stream, open_stream
+from hiap.images import Augmentation, Batch, Loading, collate, deliver, mix_seed, transform
+from hiap.streams import StreamData, open_stream
 
-__all__ = ["Augmentation", "ByteData", "Data", "FolderData", "StreamData", "digits", "mix_seed", "open_data"]
+__all__ = ["Augmentation", "ByteData", "Data", "FolderData", "digits", "mix_seed", "open_data"]
 
-Batch = tuple[Tensor, Tensor]
-MODES = {1: "L", 3: "RGB"}  # of Pillow, by the channels of the model
 SPLITS = ("train", "validation")
 KINDS = {"torch": "torchvision", "hfds": "datasets", "hfids": "datasets", "wds": "webdataset"}  # and what reads them
-
-
-@dataclass(frozen=True)
-class Augmentation:
-    """How training images are varied.
-
-    Attributes:
-        crop: the least share of the area that a random crop keeps; 1 is none.
-        flip: probability of a horizontal flip.
-        policy: RandAugment string of timm, for data that is read by a loader.
-        erase: probability of random erasing, likewise.
-    """
-
-    crop: float = 0.35
-    flip: float = 0.5
-    policy: str | None = "rand-m9-mstd0.5-inc1"
-    erase: float = 0.25
 
 
 class Data(Protocol):
@@ -71,11 +50,6 @@ class Data(Protocol):
 
     def val(self, batch: int) -> Iterator[Batch]:
         """The validation set, in order."""
-
-
-def mix_seed(*parts: int) -> int:
-    """One seed from several numbers, well spread."""
-    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def order(seed: int, epoch: int, size: int) -> Tensor:
@@ -134,7 +108,7 @@ class ByteData:
             yield self._resize(self._normalise(images)), labels
 
     def held_out(self) -> ByteData:
-        """The same without its validation images: every tenth of the training images, at random, is for validation."""
+        """The same without its validation images: a tenth of the training images, drawn at random, stands for them."""
         other = copy.copy(self)
         generator = torch.Generator("cpu").manual_seed(0)
         mixed = torch.randperm(self.train_size, generator=generator, device="cpu").to(self.device)
@@ -176,28 +150,12 @@ class FolderData:
 
     Args:
         train, val: the data sets, as `timm.data.create_dataset` makes them.
-        strict: raise on an image that cannot be read instead of replacing it by another of its batch.
     """
 
-    def __init__(
-        self,
-        train: Any,
-        val: Any,
-        class_names: list[str] | None,
-        size: tuple[int, int],
-        normalisation: tuple[Sequence[float], Sequence[float]],
-        augmentation: Augmentation,
-        device: torch.device,
-        seed: int = 0,
-        workers: int = 4,
-        strict: bool = False,
-        channels: int = 3,
-    ) -> None:
-        self.device, self.seed, self.workers, self.class_names = device, seed, workers, class_names
-        vary, plain = _transforms((channels, *size), normalisation, augmentation)
-        mode = MODES[channels]
-        self._train = _Varied(train, vary, seed, strict, mode)
-        self._val = _Varied(val, plain, seed, strict, mode)
+    def __init__(self, train: Any, val: Any, class_names: list[str] | None, loading: Loading) -> None:
+        self.loading, self.class_names = loading, class_names
+        vary, plain = loading.transforms()
+        self._train, self._val = _Varied(train, vary, loading), _Varied(val, plain, loading)
         self.classes = len(class_names) if class_names else int(max(train[i][1] for i in range(len(train)))) + 1
 
     @property
@@ -209,7 +167,7 @@ class FolderData:
         return len(self._val)
 
     def train(self, epoch: int, start: int, batch: int, rank: int, world: int) -> Iterator[Batch]:
-        indices = order(self.seed, epoch, self.train_size).tolist()
+        indices = order(self.loading.seed, epoch, self.train_size).tolist()
         batches = [
             [(epoch, i) for i in indices[p * batch + rank * batch // world : p * batch + (rank + 1) * batch // world]]
             for p in range(start, self.train_size // batch)
@@ -224,62 +182,11 @@ class FolderData:
         loader = DataLoader(
             dataset,
             batch_sampler=_Listed(batches),
-            num_workers=self.workers,
-            collate_fn=_collate,
-            pin_memory=self.device.type == "cuda",
+            num_workers=self.loading.workers,
+            collate_fn=collate,
+            pin_memory=self.loading.device.type == "cuda",
         )
-        return _deliver(loader, self.device)
-
-
-def _transforms(
-    shape: tuple[int, int, int], normalisation: tuple[Sequence[float], Sequence[float]], augmentation: Augmentation
-) -> tuple[Any, Any]:
-    """What is done to an image for training, and for validation."""
-    common = {"input_size": shape, "mean": normalisation[0], "std": normalisation[1], "interpolation": "bicubic"}
-    vary = create_transform(
-        **common,
-        is_training=True,
-        scale=(augmentation.crop, 1.0),
-        hflip=augmentation.flip,
-        auto_augment=augmentation.policy,
-        re_prob=augmentation.erase,
-    )
-    for op in (op for step in vary.transforms for op in getattr(step, "ops", ())):
-        if op.name.startswith("Posterize"):
-            op.aug_fn = _posterize
-    return vary, create_transform(**common)
-
-
-def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
-    """timm's strongest posterizing keeps no bit, which is black; Pillow 13 refuses it."""
-    return ImageOps.posterize(image, bits) if bits > 0 else image.point(lambda _: 0)
-
-
-def _transform(transform: Any, image: Image.Image, seed: int) -> Tensor:
-    """A transform with random numbers of its own; the generators of the process stay where they are."""
-    state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.manual_seed(seed)
-        try:
-            changed: Tensor = transform(image)
-            return changed
-        finally:
-            random.setstate(state[0])
-            np.random.set_state(state[1])
-
-
-def _deliver(loaded: Iterable[tuple[Tensor, Tensor, int]], device: torch.device) -> Iterator[Batch]:
-    """Batches on the device; what was skipped is warned of when it first happens, and counted at the end."""
-    skipped = 0
-    for images, labels, lost in loaded:
-        if lost and not skipped:
-            warnings.warn("some images cannot be read and are skipped; --strict-data makes this an error", stacklevel=2)
-        skipped += lost
-        yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-    if skipped:
-        warnings.warn(f"{skipped} images were skipped in this pass", stacklevel=2)
+        return deliver(loader, self.loading.device)
 
 
 class _Listed(Sampler[list[tuple[int, int]]]):
@@ -296,8 +203,8 @@ class _Listed(Sampler[list[tuple[int, int]]]):
 class _Varied(Dataset[Any]):
     """Images by (epoch, index), each transformed with random numbers of its own."""
 
-    def __init__(self, dataset: Any, transform: Any, seed: int, strict: bool, mode: str) -> None:
-        self.dataset, self.transform, self.seed, self.strict, self.mode = dataset, transform, seed, strict, mode
+    def __init__(self, dataset: Any, change: Any, loading: Loading) -> None:
+        self.dataset, self.change, self.loading = dataset, change, loading
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -305,12 +212,12 @@ class _Varied(Dataset[Any]):
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int] | None:
         epoch, index = key
         try:
-            image, label = _read(self.dataset, index, self.mode)
+            image, label = _read(self.dataset, index, self.loading.mode)
         except Exception as error:
-            if self.strict:
+            if self.loading.strict:
                 raise ValueError(f"image {index} of the data set cannot be read: {error}") from error
             return None
-        return _transform(self.transform, image, mix_seed(self.seed, epoch, index)), label
+        return transform(self.change, image, mix_seed(self.loading.seed, epoch, index)), label
 
 
 def _read(dataset: Any, index: int, mode: str) -> tuple[Image.Image, int]:
@@ -323,149 +230,30 @@ def _read(dataset: Any, index: int, mode: str) -> tuple[Image.Image, int]:
         return image.convert(mode), int(label)
 
 
-def _collate(samples: list[tuple[Tensor, int] | None]) -> tuple[Tensor, Tensor, int]:
-    """Stack what was read; a lost image is replaced by another of the batch, so that its size stays."""
-    read = [sample for sample in samples if sample is not None]
-    if not read:
-        raise ValueError("no image of a whole batch can be read; is this an image data set?")
-    filled = read + [read[i % len(read)] for i in range(len(samples) - len(read))]
-    images, labels = zip(*filled, strict=True)
-    return torch.stack(images), torch.tensor(labels), len(samples) - len(read)
-
-
-class StreamData:
-    """Data without an index, read from the beginning of its shards by loader workers.
-
-    The order is a function of seed, epoch, number of workers and number of ranks. Each worker of each rank has shards
-    of its own; one that comes to the end of them before the epoch ends begins again.
-
-    Args:
-        train, val: the two splits.
-        classes: number of classes; labels must be below it.
-        strict: raise on an image that cannot be read instead of replacing it by another of its batch.
-    """
-
-    def __init__(
-        self,
-        train: Stream,
-        val: Stream,
-        classes: int,
-        size: tuple[int, int],
-        normalisation: tuple[Sequence[float], Sequence[float]],
-        augmentation: Augmentation,
-        device: torch.device,
-        seed: int = 0,
-        workers: int = 4,
-        strict: bool = False,
-        channels: int = 3,
-    ) -> None:
-        self._train, self._val = train, val
-        self.classes, self.class_names = classes, train.class_names
-        self.device, self.seed, self.workers, self.strict, self.mode = device, seed, workers, strict, MODES[channels]
-        self._vary, self._plain = _transforms((channels, *size), normalisation, augmentation)
-
-    @property
-    def train_size(self) -> int:
-        return self._train.size
-
-    @property
-    def val_size(self) -> int:
-        return self._val.size
-
-    def train(self, epoch: int, start: int, batch: int, rank: int, world: int) -> Iterator[Batch]:
-        mine = (rank + 1) * batch // world - rank * batch // world
-        workers = self._train.workers(self.workers, world)
-        rounds, rest = divmod(start, max(1, workers))  # the loader takes a batch of each worker in turn
-        common = (self.classes, self.strict, self.mode, self.seed)
-        share = _Share(self._train, self._vary, *common, epoch, rank, world, rounds * mine)
-        loader = self._loader(share, mine, workers, mix_seed(self.seed, epoch, rank))
-        yield from _deliver(islice(loader, rest, rest + self.train_size // batch - start), self.device)
-
-    def val(self, batch: int) -> Iterator[Batch]:
-        share = _Share(self._val, self._plain, self.classes, self.strict, self.mode, self.seed)
-        yield from _deliver(self._loader(share, batch, self._val.workers(self.workers, 1), self.seed), self.device)
-
-    def _loader(self, share: _Share, batch: int, workers: int, seed: int) -> DataLoader[Any]:
-        return DataLoader(
-            share,
-            batch_size=batch,
-            num_workers=workers,
-            collate_fn=_collate,
-            pin_memory=self.device.type == "cuda",
-            generator=torch.Generator("cpu").manual_seed(seed),
-        )
-
-
-@dataclass(eq=False)
-class _Share(IterableDataset[Any]):
-    """What a loader worker reads of a stream: without end for training, in one pass where no epoch is given."""
-
-    stream: Stream
-    transform: Any
-    classes: int
-    strict: bool
-    mode: str
-    seed: int
-    epoch: int | None = None
-    rank: int = 0
-    world: int = 1
-    skip: int = 0
-
-    def __iter__(self) -> Iterator[tuple[Tensor, int] | None]:
-        info = get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        for number, sample in islice(enumerate(self._samples(worker, workers)), self.skip, None):
-            yield self._read(sample, worker, number)
-
-    def _samples(self, worker: int, workers: int) -> Iterator[Any]:
-        place = (self.rank, self.world, worker, workers)
-        if self.epoch is None:
-            yield from self.stream.samples(None, *place)
-            return
-        for turn in count():
-            sample = None
-            for sample in self.stream.samples(mix_seed(self.seed, self.epoch, turn), *place):
-                yield sample
-            if sample is None:
-                raise ValueError(f"there is no image for worker {worker} of rank {self.rank}: are the shards empty?")
-
-    def _read(self, sample: Any, worker: int, number: int) -> tuple[Tensor, int] | None:
-        try:
-            image, label = self.stream.read(sample)
-            image = image.convert(self.mode)
-        except Exception as error:
-            if self.strict:
-                raise ValueError(f"image {number} of worker {worker} cannot be read: {error}") from error
-            return None
-        if not 0 <= label < self.classes:
-            raise ValueError(f"a label must be from 0 to {self.classes - 1}, by the number of classes; found {label}")
-        return _transform(self.transform, image, mix_seed(self.seed, self.epoch or 0, self.rank, worker, number)), label
-
-
 class _Bytes(Dataset[Any]):
     """Images of a data set as bytes of one size; None where one cannot be read."""
 
-    def __init__(self, dataset: Any, size: tuple[int, int], strict: bool, mode: str) -> None:
-        self.dataset, self.size, self.strict, self.mode = dataset, size, strict, mode
+    def __init__(self, dataset: Any, loading: Loading) -> None:
+        self.dataset, self.loading = dataset, loading
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int] | None:
         try:
-            image, label = _read(self.dataset, index, self.mode)
-            pixels = np.array(image.resize(self.size[::-1], Image.Resampling.BICUBIC))
+            image, label = _read(self.dataset, index, self.loading.mode)
+            pixels = np.array(image.resize(self.loading.size[::-1], Image.Resampling.BICUBIC))
         except Exception as error:
-            if self.strict:
+            if self.loading.strict:
                 raise ValueError(f"image {index} of the data set cannot be read: {error}") from error
             return None
         pixels = pixels[..., None] if pixels.ndim == 2 else pixels
         return torch.from_numpy(pixels).permute(2, 0, 1).contiguous(), int(label)
 
 
-def _hold(dataset: Any, size: tuple[int, int], workers: int, strict: bool, mode: str) -> Batch:
+def _hold(dataset: Any, loading: Loading) -> Batch:
     """A whole data set in memory."""
-    loader = DataLoader(_Bytes(dataset, size, strict, mode), batch_size=256, num_workers=workers, collate_fn=list)
+    loader = DataLoader(_Bytes(dataset, loading), batch_size=256, num_workers=loading.workers, collate_fn=list)
     read = [sample for batch in loader for sample in batch]
     kept = [sample for sample in read if sample is not None]
     if len(kept) < len(read):
@@ -500,25 +288,22 @@ def open_data(
             train, val = ((images.expand(-1, 3, -1, -1), labels) for images, labels in (train, val))
         return ByteData(train, val, size, normalisation, augmentation, device, seed, names)
     name, root = _locate(data)
+    loading = Loading(size, normalisation, augmentation, device, seed, workers, strict, channels)
     if name.startswith(("wds/", "hfids/")):
         if hold:
             raise ValueError(f"{data} is a stream, which is not held in memory: use --data-device loader")
-        streams = [open_stream(name, root, split) for split in SPLITS]
-        classes = len(streams[0].class_names) if streams[0].class_names else classes
+        first, second = (open_stream(name, root, split) for split in SPLITS)
+        classes = len(first.class_names) if first.class_names else classes
         if classes is None:
             raise ValueError(f"{data} does not say how many classes it has: pass --model-args '{{\"num_classes\": N}}'")
-        return StreamData(
-            streams[0], streams[1], classes, size, normalisation, augmentation, device, seed, workers, strict, channels
-        )
+        return StreamData(first, second, classes, loading)
     sets = [create_dataset(name, root=root, split=split, is_training=split == "train") for split in SPLITS]
     index = getattr(getattr(sets[0], "reader", None), "class_to_idx", None)
     class_names = sorted(index, key=index.__getitem__) if index else None
     if hold:
-        train, val = (_hold(one, size, workers, strict, MODES[channels]) for one in sets)
+        train, val = (_hold(one, loading) for one in sets)
         return ByteData(train, val, size, normalisation, augmentation, device, seed, class_names)
-    return FolderData(
-        sets[0], sets[1], class_names, size, normalisation, augmentation, device, seed, workers, strict, channels
-    )
+    return FolderData(sets[0], sets[1], class_names, loading)
 
 
 def _locate(data: str) -> tuple[str, str]:

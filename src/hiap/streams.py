@@ -10,13 +10,19 @@ import json
 import os
 import random
 from collections.abc import Iterator
-from itertools import islice
+from dataclasses import dataclass
+from itertools import count, islice
 from typing import Any, Protocol
 
+import torch
 from PIL import Image
 from timm.data import create_dataset
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-__all__ = ["Stream", "open_stream"]
+from hiap.images import Batch, Loading, collate, deliver, mix_seed, transform
+
+__all__ = ["Stream", "StreamData", "open_stream"]
 
 
 class Stream(Protocol):
@@ -139,3 +145,97 @@ class Hub:
 
     def read(self, sample: Any) -> tuple[Image.Image, int]:
         return self._decoder.decode_example(sample["image"]), int(sample["label"])
+
+
+class StreamData:
+    """Data without an index, read from the beginning of its shards by loader workers.
+
+    The order is a function of seed, epoch, number of workers and number of ranks. Each worker of each rank has shards
+    of its own; one that comes to the end of them before the epoch ends begins again.
+
+    Args:
+        train, val: the two splits.
+        classes: number of classes; labels must be below it.
+    """
+
+    def __init__(self, train: Stream, val: Stream, classes: int, loading: Loading) -> None:
+        self._train, self._val, self.loading = train, val, loading
+        self.classes, self.class_names = classes, train.class_names
+        self._vary, self._plain = loading.transforms()
+
+    @property
+    def train_size(self) -> int:
+        return self._train.size
+
+    @property
+    def val_size(self) -> int:
+        return self._val.size
+
+    def train(self, epoch: int, start: int, batch: int, rank: int, world: int) -> Iterator[Batch]:
+        mine = (rank + 1) * batch // world - rank * batch // world
+        workers = self._train.workers(self.loading.workers, world)
+        rounds, rest = divmod(start, max(1, workers))  # the loader takes a batch of each worker in turn
+        share = _Share(self._train, self._vary, self.classes, self.loading, epoch, rank, world, rounds * mine)
+        loader = self._loader(share, mine, workers, mix_seed(self.loading.seed, epoch, rank))
+        yield from deliver(islice(loader, rest, rest + self.train_size // batch - start), self.loading.device)
+
+    def val(self, batch: int) -> Iterator[Batch]:
+        share = _Share(self._val, self._plain, self.classes, self.loading)
+        loader = self._loader(share, batch, self._val.workers(self.loading.workers, 1), self.loading.seed)
+        yield from deliver(loader, self.loading.device)
+
+    def _loader(self, share: _Share, batch: int, workers: int, seed: int) -> DataLoader[Any]:
+        return DataLoader(
+            share,
+            batch_size=batch,
+            num_workers=workers,
+            collate_fn=collate,
+            pin_memory=self.loading.device.type == "cuda",
+            generator=torch.Generator("cpu").manual_seed(seed),
+        )
+
+
+@dataclass(eq=False)
+class _Share(IterableDataset[Any]):
+    """What a loader worker reads of a stream: without end for training, in one pass where no epoch is given."""
+
+    stream: Stream
+    transform: Any
+    classes: int
+    loading: Loading
+    epoch: int | None = None
+    rank: int = 0
+    world: int = 1
+    skip: int = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int] | None]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        for number, sample in islice(enumerate(self._samples(worker, workers)), self.skip, None):
+            yield self._read(sample, worker, number)
+
+    def _samples(self, worker: int, workers: int) -> Iterator[Any]:
+        place = (self.rank, self.world, worker, workers)
+        if self.epoch is None:
+            yield from self.stream.samples(None, *place)
+            return
+        for turn in count():
+            sample = None
+            for sample in self.stream.samples(mix_seed(self.loading.seed, self.epoch, turn), *place):
+                yield sample
+            if sample is None:
+                raise ValueError(f"there is no image for worker {worker} of rank {self.rank}: are the shards empty?")
+
+    def _read(self, sample: Any, worker: int, number: int) -> tuple[Tensor, int] | None:
+        try:
+            image, label = self.stream.read(sample)
+            image = image.convert(self.loading.mode)
+        except Exception as error:
+            if self.loading.strict:
+                raise ValueError(f"image {number} of worker {worker} cannot be read: {error}") from error
+            return None
+        if not 0 <= label < self.classes:
+            raise ValueError(f"a label must be from 0 to {self.classes - 1}, by the number of classes; found {label}")
+        return transform(
+            self.transform, image, mix_seed(self.loading.seed, self.epoch or 0, self.rank, worker, number)
+        ), label

@@ -1,0 +1,134 @@
+"""From images to batches: the augmentation, its random numbers, and what is done where an image cannot be read."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from timm.data import create_transform
+from torch import Tensor
+
+__all__ = ["MODES", "Augmentation", "Batch", "Loading", "collate", "deliver", "mix_seed", "transform"]
+
+Batch = tuple[Tensor, Tensor]
+MODES = {1: "L", 3: "RGB"}  # of Pillow, by the channels of the model
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """How training images are varied.
+
+    Attributes:
+        crop: the least share of the area that a random crop keeps; 1 is none.
+        flip: probability of a horizontal flip.
+        policy: RandAugment string of timm, for data that is read by a loader.
+        erase: probability of random erasing, likewise.
+    """
+
+    crop: float = 0.35
+    flip: float = 0.5
+    policy: str | None = "rand-m9-mstd0.5-inc1"
+    erase: float = 0.25
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How images are read and where batches go.
+
+    Attributes:
+        size: height and width the model sees.
+        normalisation: mean and std of each channel.
+        device: of the batches.
+        workers: loader processes.
+        strict: raise on an image that cannot be read instead of replacing it by another of its batch.
+    """
+
+    size: tuple[int, int]
+    normalisation: tuple[Sequence[float], Sequence[float]]
+    augmentation: Augmentation
+    device: torch.device
+    seed: int = 0
+    workers: int = 4
+    strict: bool = False
+    channels: int = 3
+
+    @property
+    def mode(self) -> str:
+        """Pillow's name for images of these channels."""
+        return MODES[self.channels]
+
+    def transforms(self) -> tuple[Any, Any]:
+        """What is done to an image for training, and for validation."""
+        mean, std = self.normalisation
+        augmentation = self.augmentation
+        common: dict[str, Any] = {
+            "mean": mean,
+            "std": std,
+            "input_size": (self.channels, *self.size),
+            "interpolation": "bicubic",
+        }
+        vary = create_transform(
+            **common,
+            is_training=True,
+            scale=(augmentation.crop, 1.0),
+            hflip=augmentation.flip,
+            auto_augment=augmentation.policy,
+            re_prob=augmentation.erase,
+        )
+        for op in (op for step in vary.transforms for op in getattr(step, "ops", ())):
+            if op.name.startswith("Posterize"):
+                op.aug_fn = _posterize
+        return vary, create_transform(**common)
+
+
+def mix_seed(*parts: int) -> int:
+    """One seed from several numbers, well spread."""
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
+    """timm's strongest posterizing keeps no bit, which is black; Pillow 13 refuses it."""
+    return ImageOps.posterize(image, bits) if bits > 0 else image.point(lambda _: 0)
+
+
+def transform(change: Any, image: Image.Image, seed: int) -> Tensor:
+    """A transform with random numbers of its own; the generators of the process stay where they are."""
+    state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        try:
+            changed: Tensor = change(image)
+            return changed
+        finally:
+            random.setstate(state[0])
+            np.random.set_state(state[1])
+
+
+def deliver(loaded: Iterable[tuple[Tensor, Tensor, int]], device: torch.device) -> Iterator[Batch]:
+    """Batches on the device; what was skipped is warned of when it first happens, and counted at the end."""
+    skipped = 0
+    for images, labels, lost in loaded:
+        if lost and not skipped:
+            warnings.warn("some images cannot be read and are skipped; --strict-data makes this an error", stacklevel=2)
+        skipped += lost
+        yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+    if skipped:
+        warnings.warn(f"{skipped} images were skipped in this pass", stacklevel=2)
+
+
+def collate(samples: list[tuple[Tensor, int] | None]) -> tuple[Tensor, Tensor, int]:
+    """Stack what was read; a lost image is replaced by another of the batch, so that its size stays."""
+    read = [sample for sample in samples if sample is not None]
+    if not read:
+        raise ValueError("no image of a whole batch can be read; is this an image data set?")
+    filled = read + [read[i % len(read)] for i in range(len(samples) - len(read))]
+    images, labels = zip(*filled, strict=True)
+    return torch.stack(images), torch.tensor(labels), len(samples) - len(read)

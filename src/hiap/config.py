@@ -137,10 +137,10 @@ class Config:
         if self.target is not None:
             try:
                 unit = Target.parse(self.target).unit
-                if (self.cost is None and unit in ("ms", "mJ", "x")) or (self.cost and unit in ("macs", "params")):
-                    wrong.append(
-                        f"target {self.target!r} " + ("needs" if self.cost is None else "does not go with") + " cost"
-                    )
+                if self.cost is None and unit in ("ms", "mJ", "x"):
+                    wrong.append(f"target {self.target!r} needs cost, a table of `hiap measure`")
+                if self.cost is not None and unit in ("macs", "params"):
+                    wrong.append(f"target {self.target!r} does not go with cost: write it as 1.8ms, 2.0x or 42%")
             except BudgetError as error:
                 wrong.append(str(error))
         elif self.cost is not None:

@@ -88,3 +88,12 @@ def test_cli_plans_prints_and_refuses(tmp_path: Path, capsys: pytest.CaptureFixt
         == 1
     )
     assert "must hold the folders train and val" in capsys.readouterr().err
+
+
+def test_evaluation_needs_no_training_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("one_channel", num_classes=10).float()
+    hiap.save(hiap.extract(model, hiap.Topology.from_counts(model, heads=[1, 2, 3])), tmp_path / "compact")
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    monkeypatch.delitem(sys.modules, "hiap.train", raising=False)
+    assert main(["evaluate", str(tmp_path / "compact"), "--data", "digits"]) == 0
+    assert main(["prune", "--out", str(tmp_path / "run")]) == 1

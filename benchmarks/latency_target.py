@@ -1,18 +1,20 @@
 """A measured cost against MACs at equal speed: which prunes to the better network?
 
-    python benchmarks/latency_target.py --data DIR --weights vit_tiny_tin128.safetensors --json FILE \\
-        [--start dinov2_small] [--speedup 2.0] [--mode compile] [--arms latency,macs] [--seeds 0,1] [--epochs 15]
+    python benchmarks/latency_target.py --data DIR --weights vit_tiny_tin128.safetensors --runs runs/equal_speed \\
+        [--start dinov2_small] [--speedup 2.0] [--mode compile] [--arms latency,macs] [--seeds 0,1] [--epochs 15] \\
+        [--json FILE]
 
 DIR holds the sheets of Tiny-ImageNet. A table is measured on this device first (bf16, batch 256). Both arms have the
 same gates and the same target: by the table, so many times the speed of timm's dense model in that mode, compiled or
-in a CUDA graph. `latency` weighs units by the time they save, `macs` by their MACs. After each run the network is timed
-as the table is, and optimised and compiled. One JSON record a run is appended to FILE, scored on the validation sheet.
+in a CUDA graph. `latency` weighs units by the time they save, `macs` by their MACs. Networks are scored on the
+validation sheet and kept under `--runs`, where what is done is not done again. With `--json` all networks found there
+are timed in the end, side by side, and the records written.
 """
 
 import argparse
 import json
-import tempfile
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -21,10 +23,12 @@ from tiny_imagenet import CLASSES
 
 import hiap
 from hiap.bench import bench
-from hiap.families.timm import Site, ViT
+from hiap.families.timm import Site, ViT, sites
 from hiap.latency import MODES, LatencyCost, LatencyTable
 from hiap.measuring import measure
 from hiap.train import prune
+
+RECORD = "record.json"
 
 
 class MacRanked(LatencyCost):
@@ -41,67 +45,95 @@ class MacRanked(LatencyCost):
 ARMS = {"latency": LatencyCost, "macs": MacRanked}
 
 
+def dense_model(options: argparse.Namespace, device: torch.device) -> ViT:
+    name, size, _ = STARTS[options.start]
+    return timm.create_model(name, img_size=size, num_classes=CLASSES).to(device).eval()
+
+
+def clock(networks: dict[str, ViT], options: argparse.Namespace, device: torch.device) -> dict[str, float]:
+    """Milliseconds of networks, and of each optimised, in the mode they will run in."""
+    mode = {"compile": "compile+graph"}.get(options.mode, options.mode)
+    return {row.network: row.ms for row in bench(networks, device, [options.batch], ["bf16"], [mode], 10, 50)}
+
+
+def prepare(options: argparse.Namespace, device: torch.device) -> tuple[LatencyTable, str]:
+    """The table and the target of all runs; measured once."""
+    file, goal = options.runs / "table.json", options.runs / "target.txt"
+    if not goal.exists():
+        dense = dense_model(options, device)
+        options.runs.mkdir(parents=True, exist_ok=True)
+        measure(dense, device, "bf16", options.batch, mode=options.mode, name=STARTS[options.start][0]).save(file)
+        times = clock({"dense": dense}, options, device)
+        goal.write_text(f"{times['dense'] / options.speedup:.4f}ms")
+        print(", ".join(f"{name} {ms:.3f} ms" for name, ms in times.items()), flush=True)
+    table, target = LatencyTable.load(file), goal.read_text()
+    print(f"{options.mode}: dense by the table {table.dense:.3f} ms; target {target}", flush=True)
+    return table, target
+
+
+def train(
+    options: argparse.Namespace, table: LatencyTable, target: str, arm: str, seed: int, device: torch.device
+) -> None:
+    out = options.runs / f"{arm}_{seed}"
+    if (out / RECORD).exists():
+        return
+    given: dict[str, Any] = {"target": target, "cost": str(options.runs / "table.json"), "seed": seed}
+    given |= {"epochs": options.epochs, "lr": options.lr, "eval_every": 1000}
+    if options.limit < 50:
+        given["batch_size"] = 200
+    config = configuration(options.start, options.weights, given)
+    data = sheets(options.data, options.start, True, device, seed, options.limit)
+    record = prune(config, out, data=data, cost=lambda model: ARMS[arm](model, table)).record
+    own = {"start": options.start, "arm": arm, "target": target, "mode": options.mode, "device": table.device}
+    (out / RECORD).write_text(json.dumps(own | given | {"torch": torch.__version__} | record) + "\n")
+    share = record["macs"] / record["dense_macs"]
+    print(f"{options.start} {arm} seed {seed}: top-1 {record['top1']:.2f} %, {share:.1%} of the MACs", flush=True)
+
+
+def report(options: argparse.Namespace, device: torch.device) -> None:
+    """Time all networks side by side and write the records."""
+    folders = sorted(file.parent for file in options.runs.glob(f"*/{RECORD}"))
+    networks = {folder.name: hiap.load(folder / "compact", device) for folder in folders}
+    times = clock({"dense": dense_model(options, device), **networks}, options, device)
+    lines = []
+    for folder in folders:
+        record = json.loads((folder / RECORD).read_text())
+        record["topology"] = [vars(site.widths) for site in sites(networks[folder.name])]
+        keys = {"dense": "dense", "dense, optimised": "dense, optimised", folder.name: "compact"}
+        keys[f"{folder.name}, optimised"] = "compact, optimised"
+        record["ms"] = {name: times[key] for key, name in keys.items()}
+        lines.append(json.dumps(record) + "\n")
+        print(
+            f"{options.start} {record['arm']} seed {record['seed']}: top-1 {record['top1']:.2f} %, "
+            f"{record['macs'] / record['dense_macs']:.1%} of the MACs, predicted {record['predicted']:.3f} ms; "
+            + ", ".join(f"{name} {ms:.3f} ms" for name, ms in record["ms"].items())
+        )
+    options.json.write_text("".join(lines))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with the sheets")
     parser.add_argument("--start", choices=sorted(STARTS), default="vit_tiny")
     parser.add_argument("--weights", required=True, help="weights of the start (safetensors)")
+    parser.add_argument("--runs", type=Path, required=True, help="folder for the table and the runs")
     parser.add_argument("--speedup", type=float, default=2.0)
-    parser.add_argument("--mode", choices=sorted(MODES), default="graph", help="that networks will run in")
+    parser.add_argument("--mode", choices=sorted(MODES), default="compile", help="that networks will run in")
     parser.add_argument("--arms", default="latency,macs")
-    parser.add_argument("--seeds", default="0,1")
+    parser.add_argument("--seeds", default="0,1", help="may be empty: only the table, only the times")
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--batch", type=int, default=256, help="images a forward, for the table and the clock")
     parser.add_argument("--limit", type=int, default=50, help="images a class of each sheet; less for a quick try")
-    parser.add_argument("--json", type=Path, required=True, help="append one record a run here")
+    parser.add_argument("--json", type=Path, help="time all networks and write the records here")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    name, size, _ = STARTS[options.start]
-    dense = timm.create_model(name, img_size=size, num_classes=CLASSES).to(device).eval()
-    table = measure(dense, device, "bf16", options.batch, mode=options.mode, name=name)
-    stock = {"compile": "compile+graph"}.get(options.mode, options.mode)
-    row = bench({"dense": dense}, device, [options.batch], ["bf16"], [stock], 10, 50)[0]
-    target = f"{row.ms / options.speedup:.4f}ms"
-    print(f"dense {row.ms:.3f} ms ({stock}), by the table {table.dense:.3f} ms; target {target}", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "table.json")
-        table.save(file)
-        for seed in map(int, options.seeds.split(",")):
-            data = sheets(options.data, options.start, True, device, seed, options.limit)
-            for arm in options.arms.split(","):
-                given = {"target": target, "cost": str(file), "epochs": options.epochs, "lr": options.lr}
-                config = configuration(options.start, options.weights, given | {"seed": seed})
-                if options.limit < 50:
-                    config.batch_size = 200
-                out = Path(folder, f"{arm}{seed}")
-                result = prune(config, out, data=data, cost=lambda model, arm=arm: ARMS[arm](model, table))
-                modes = ["graph", "compile+graph"] if device.type == "cuda" else ["eager"]
-                networks = {"dense": dense, "compact": result.model}
-                rows = bench(networks, device, [options.batch], ["bf16"], modes, 10, 50)
-                record = {
-                    "start": options.start,
-                    "arm": arm,
-                    "seed": seed,
-                    "target": target,
-                    "mode": options.mode,
-                    "epochs": options.epochs,
-                    "lr": options.lr,
-                    "device": table.device,
-                    "torch": torch.__version__,
-                    "ms": {f"{row.network} {row.mode}": row.ms for row in rows},
-                    "topology": [vars(site.widths) for site in hiap.families.timm.sites(result.model)],
-                    **result.record,
-                }
-                with options.json.open("a") as lines:
-                    lines.write(json.dumps(record) + "\n")
-                print(
-                    f"{options.start} {arm} seed {seed}: top-1 {record['top1']:.2f} %, "
-                    f"{record['macs'] / record['dense_macs']:.1%} MACs, "
-                    f"predicted {record['dense_predicted'] / record['predicted']:.2f}x; "
-                    + ", ".join(f"{key} {ms:.3f} ms" for key, ms in record["ms"].items()),
-                    flush=True,
-                )
+    table, target = prepare(options, device)
+    for seed in [int(seed) for seed in options.seeds.split(",") if seed]:
+        for arm in options.arms.split(","):
+            train(options, table, target, arm, seed, device)
+    if options.json:
+        report(options, device)
 
 
 if __name__ == "__main__":

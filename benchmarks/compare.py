@@ -48,6 +48,7 @@ def config_of(options: argparse.Namespace, arm: str, lr: float, seed: int, epoch
     given: dict[str, Any] = {"target": options.target, "epochs": epochs, "lr": lr, "seed": seed, "eval_every": 1000}
     if arm in LEARNED:  # penalised gates are learned, not set
         given |= {"gate_mode": "gradient", "granularities": ["head", "block", "value_dim", "neuron"], "gate_lr": 2e-2}
+        given["align_heads"] = False
         given |= LEARNED[arm].options
     given |= {key: yaml.safe_load(value) for key, _, value in (pair.partition("=") for pair in options.set)}
     if options.model is None:
@@ -141,8 +142,9 @@ def run(options: argparse.Namespace) -> None:
     if unknown:
         raise SystemExit(f"unknown arm {unknown[0]}; known: {', '.join(ARMS)}")
     for arm in arms:
-        todo = [(float(rate), seeds[0], False) for rate in rates] if len(rates) > 1 else []
-        for lr, seed, final in [*todo, *((None, seed, True) for seed in seeds)]:
+        todo = [(float(rate), seeds[0], False) for rate in rates] if len(rates) > 1 or options.held_out else []
+        finals = [] if options.held_out else [(None, seed, True) for seed in seeds]
+        for lr, seed, final in [*todo, *finals]:
             lr = lr if lr is not None else best_rate(options, arm, [float(rate) for rate in rates])
             epochs = epochs_of(options, arm) if options.like and final else options.epochs
             place = (*setting(options), epochs, options.like, arm, lr, seed, final)
@@ -269,6 +271,7 @@ def main() -> None:
     go.add_argument("--arms", default=",".join(ARMS))
     go.add_argument("--rates", default="2e-4,5e-4,1e-3", help="the grid; a single one is taken as it is")
     go.add_argument("--seeds", default="0,1,2")
+    go.add_argument("--held-out", action="store_true", help="only the runs that choose a rate")
     go.add_argument("--like", help="as much training time as this arm took, instead of as many epochs")
     go.add_argument("--hours", type=float, default=1e9, help="start no run after this time")
     go.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of all runs, as YAML")

@@ -7,8 +7,8 @@
 DIR holds the sheets of Tiny-ImageNet. A table is measured on this device first (bf16, batch 256). Both arms have the
 same gates and the same target: by the table, so many times the speed of timm's dense model in that mode, compiled or
 in a CUDA graph. `latency` weighs units by the time they save, `macs` by their MACs. Networks are scored on the
-validation sheet and kept under `--runs`, where what is done is not done again. With `--json` all networks found there
-are timed in the end, side by side, and the records written.
+validation sheet. What is done is kept under `--runs` and not done again; with `--json` all networks found there are
+timed in the end, side by side, and the records written.
 """
 
 import argparse
@@ -23,9 +23,12 @@ from tiny_imagenet import CLASSES
 
 import hiap
 from hiap.bench import bench
+from hiap.compact import Widths
+from hiap.extract import shrink
 from hiap.families.timm import Site, ViT, sites
 from hiap.latency import MODES, LatencyCost, LatencyTable
 from hiap.measuring import measure
+from hiap.timing import materialise
 from hiap.train import prune
 
 RECORD = "record.json"
@@ -83,7 +86,8 @@ def train(
         given["batch_size"] = 200
     config = configuration(options.start, options.weights, given)
     data = sheets(options.data, options.start, True, device, seed, options.limit)
-    record = prune(config, out, data=data, cost=lambda model: ARMS[arm](model, table)).record
+    result = prune(config, out, data=data, cost=lambda model: ARMS[arm](model, table))
+    record = result.record | {"topology": [vars(site.widths) for site in sites(result.model)]}
     own = {"start": options.start, "arm": arm, "target": target, "mode": options.mode, "device": table.device}
     (out / RECORD).write_text(json.dumps(own | given | {"torch": torch.__version__} | record) + "\n")
     share = record["macs"] / record["dense_macs"]
@@ -91,16 +95,17 @@ def train(
 
 
 def report(options: argparse.Namespace, device: torch.device) -> None:
-    """Time all networks side by side and write the records."""
-    folders = sorted(file.parent for file in options.runs.glob(f"*/{RECORD}"))
-    networks = {folder.name: hiap.load(folder / "compact", device) for folder in folders}
-    times = clock({"dense": dense_model(options, device), **networks}, options, device)
+    """Time all networks side by side (with random weights: speed ignores them) and write the records."""
+    records = {file.parent.name: json.loads(file.read_text()) for file in sorted(options.runs.glob(f"*/{RECORD}"))}
+    networks = {"dense": dense_model(options, device)}
+    for name, record in records.items():
+        widths = [Widths(**one) for one in record["topology"]]
+        networks[name] = materialise(shrink(dense_model(options, device), widths), device).eval()
+    times = clock(networks, options, device)
     lines = []
-    for folder in folders:
-        record = json.loads((folder / RECORD).read_text())
-        record["topology"] = [vars(site.widths) for site in sites(networks[folder.name])]
-        keys = {"dense": "dense", "dense, optimised": "dense, optimised", folder.name: "compact"}
-        keys[f"{folder.name}, optimised"] = "compact, optimised"
+    for folder, record in records.items():
+        keys = {"dense": "dense", "dense, optimised": "dense, optimised", folder: "compact"}
+        keys[f"{folder}, optimised"] = "compact, optimised"
         record["ms"] = {name: times[key] for key, name in keys.items()}
         lines.append(json.dumps(record) + "\n")
         print(

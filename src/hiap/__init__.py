@@ -12,6 +12,7 @@ from importlib.metadata import version
 from typing import Any
 
 from hiap.attach import attach, detach, gates, parameter_groups, set_gates
+from hiap.axes import align_heads
 from hiap.budget import BudgetError, Controller, Floors
 from hiap.checkpoint import load, save
 from hiap.cost import Counts, MacCost, ParamCost, expected_counts, hard_counts, macs
@@ -47,6 +48,7 @@ __all__ = [
     "Topology",
     "TopologyError",
     "UnsupportedModelError",
+    "align_heads",
     "attach",
     "compiled",
     "detach",

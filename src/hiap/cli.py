@@ -153,7 +153,7 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         flag = "--" + name.replace("_", "-")
         text = f"{text} (default {default})" if default not in (None, [], {}) else text
         text = text.replace("%", "%%")
-        if kind is bool:
+        if bool in (kind, *typing.get_args(kind)):
             command.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
         elif name == "ratio":
             command.add_argument(flag, type=_ratio, default=None, metavar="MACRO:MICRO", help=text)

@@ -88,6 +88,9 @@ class Config:
     beta_dim: float = _option(1.0, "weight of the value-dim feasibility term, likewise")
     beta_ffn: float = _option(1.0, "weight of the neuron feasibility term, likewise")
     round_to: int = _option(8, "multiple that widths are rounded to")
+    align_heads: bool | None = _option(
+        None, "turn the dims of heads to axes that can be cut before the search; by default with a target"
+    )
     # course
     epochs: int = _option(15, "length of the run")
     stop_after: int | None = _option(None, "end after this many epochs of the schedule")

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from timm.utils import ModelEmaV3
 from torch import Tensor
 
 from hiap.attach import attach, gates, is_gated, parameter_groups, set_gates
+from hiap.axes import align_heads
 from hiap.budget import Controller
 from hiap.checkpoint import save
 from hiap.compact import Widths
@@ -55,6 +57,7 @@ from hiap.topology import Topology, harden, set_topology
 __all__ = ["Result", "Run", "prune"]
 
 PROJECTIONS = 100  # times the budget moves in a run
+ALIGNING = 512  # images that the axes of heads are found on
 FACTS = ("top1", "hard_macs", "cost", "open_heads", "open_blocks")  # that the live line shows
 
 
@@ -166,19 +169,35 @@ class Run:
 
     # -- stages ---------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Build what the present stage trains: model, optimiser, schedule of the rate, average, teacher."""
+    def begin(self, fresh: bool = True) -> None:
+        """Build what the present stage trains: model, optimiser, schedule of the rate, average, teacher.
+
+        Args:
+            fresh: the weights are to be trained as they are, not replaced by those of a checkpoint.
+        """
         config = self.config
         if self.stage == "dense":
             self.raw = self.dense
         elif self.stage == "search":
             self.teacher = self._teacher()
+            if fresh and (config.align_heads if config.align_heads is not None else config.target):
+                self._align()
             self.raw = attach(self.dense, self.kinds, config.keep_blocks, logit=config.start_logit, seed=config.seed)
             self.cost = self.make_cost(self.raw)
             if config.target:
                 self.controller = self._controller(self.raw)
                 self.controller.project(self.controller.dense_cost, self.schedule.sharpness(0))
         self._prepare()
+
+    def _align(self) -> None:
+        """Turn the dims of heads that have gates to axes that can be cut."""
+        queries, values = "qk_dim" in self.kinds, "value_dim" in self.kinds
+        batches = self.data.train(self.config.dense_epochs, 0, self.config.batch_size, self.rank, self.world)
+        some = islice(batches, -(-ALIGNING // self.config.batch_size))
+        if queries or values:
+            with self.accelerator.autocast():
+                images = (x.to(self.device) for x, _ in some)
+                align_heads(self.dense, images, queries=queries, values=values, reduce=self._mean)
 
     def _prepare(self) -> None:
         config = self.config
@@ -538,7 +557,7 @@ class Run:
         stage = self.stage
         if stage == "recover":
             self.stage = "search"
-        self.begin()
+        self.begin(fresh=False)
         self.stage = stage
         if state["topology"] is not None:
             self.topology, self.controller = Topology.from_json(state["topology"]), None

@@ -7,7 +7,7 @@ long as HiAP searches, and are cut to the same budget by the rank of their gates
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import hiap
 from hiap.attach import PAPER
 from hiap.budget import Controller
+from hiap.compact import Widths
 from hiap.config import Config
 from hiap.data import Data
 from hiap.evaluate import evaluate
@@ -246,12 +247,18 @@ def random_topology(run: Peer) -> nn.Module:
     return hiap.extract(run.dense, controller.decide(), run.config.round_to)
 
 
-def from_scratch(run: Peer, topology: hiap.Topology) -> nn.Module:
-    """A topology with random weights."""
+def from_scratch(run: Peer, widths: Sequence[Widths]) -> nn.Module:
+    """A network of these widths with random weights."""
     torch.manual_seed(run.config.seed)
     arguments = model_arguments(run.config) | {"num_classes": run.data.classes}
     fresh = timm.create_model(run.config.model, **arguments).to(run.device)
-    return hiap.extract(fresh, topology, run.config.round_to)
+    counts = {
+        "heads": [one.heads for one in widths],
+        "qk_dims": [one.qk_dim for one in widths],
+        "value_dims": [one.value_dim for one in widths],
+        "neurons": [one.neurons for one in widths],
+    }
+    return hiap.extract(fresh, hiap.Topology.from_counts(fresh, **counts), run.config.round_to)
 
 
 # -- Torch-Pruning ----------------------------------------------------------------------------------------------------

@@ -2,14 +2,17 @@
 
     python benchmarks/compare.py run --data DIR --weights FILE --records compare.jsonl [--start dinov2_small]
         [--model NAME --img-size 224] [--target 50%] [--epochs 15] [--arms hiap,taylor] [--rates 5e-4,1e-3]
-        [--seeds 0,1,2] [--like hiap] [--hours 0.4] [--set KEY=VALUE]
+        [--seeds 0,1,2] [--held-out] [--like hiap] [--hours 0.4] [--set KEY=VALUE]
+    python benchmarks/compare.py clock ... (the same options)
     python benchmarks/compare.py table --records compare.jsonl [--plots DIR]
 
 DIR holds the sheets of Tiny-ImageNet (`train_0.jpg` ... `val.jpg`), or with --model `train/` and `val/` of any images.
 Every arm chooses its learning rate from the same grid on a held-out tenth of the training images (sheet 9), with the
 first seed; then it is trained on all of them with its best rate, once for each seed, and scored on the validation set.
-What is already in the records is not run again, so a comparison goes on where it stopped. `--like hiap` gives every arm
-as many epochs as fit into HiAP's training time. The arms of Torch-Pruning need `torch-pruning`, plots `matplotlib`.
+What is already in the records is not run again, so a comparison goes on where it stopped; several processes may share a
+device and the records. `clock`, alone on the device, then times what they cannot: an epoch of each arm and a forward of
+its network. `--like hiap` gives every arm as many epochs as fit into HiAP's training time. A variant of an arm is made
+with `--set` and has rows of its own. The arms of Torch-Pruning need `torch-pruning`, plots `matplotlib`.
 """
 
 import argparse
@@ -19,6 +22,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +33,18 @@ from prune_tiny_imagenet import BASE, STARTS, configuration, sheets
 
 import hiap
 from hiap.bench import runner
+from hiap.compact import Widths
 from hiap.config import Config, read_config
 from hiap.data import ByteData
+from hiap.extract import shrink
+from hiap.families.timm import sites
 from hiap.start import dense_model, load_data
-from hiap.timing import device_name, precision, timings
+from hiap.timing import device_name, materialise, precision, timings
 from hiap.train import Run
 
 KEY = ("start", "weights", "set", "target", "epochs", "like", "arm", "lr", "seed", "final")
 KEPT = ("top1", "top1_before", "seconds", "dense_macs", "expected_macs", "undecided", "soft_top1", "hard_top1")
+CLOCK = "clock"  # instead of True (scored on the validation set) or False (held out) as the `final` of a record
 
 _DATA: dict[bool, ByteData] = {}
 
@@ -71,37 +79,45 @@ def data_of(options: argparse.Namespace, config: Config, final: bool, device: to
     return data
 
 
-def run_arm(options: argparse.Namespace, arm: str, config: Config, final: bool, device: torch.device) -> dict[str, Any]:
+def run_arm(
+    options: argparse.Namespace, arm: str, config: Config, final: bool | str, device: torch.device
+) -> dict[str, Any]:
     """One run of one arm: what it scores, costs and took."""
-    data = data_of(options, config, final, device)
+    data = data_of(options, config, final is True, device)
     with tempfile.TemporaryDirectory() as folder:
         out, began = Path(folder, "run"), time.perf_counter()
         if arm == "hiap" or arm in LEARNED:
             run = LEARNED.get(arm, Run)(config, out, data=data)
             result = run.go()
-            network, record, topology = result.model, result.record, result.model.hiap.topology.to_json()
-            macs = hiap.macs(network)
+            network, record, macs = result.model, result.record, hiap.macs(result.model)
+            search = run.schedule.freeze / run.schedule.total
         else:
-            make = PEERS.get(arm) or (lambda peer: from_scratch(peer, hiap_topology(options, config, final)))
+            make = PEERS.get(arm) or (lambda peer: from_scratch(peer, hiap_widths(options, config, final)))
             peer = Peer(config, out, data, make)
-            network, record, topology = peer.train(), peer.record, None
+            network, record, search = peer.train(), peer.record, 0.0
             macs = counted_macs(network, peer)
         whole = time.perf_counter() - began
-    ms = milliseconds(network, data, device)
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    epoch_s = {line["stage"]: min(one["seconds"] for one in lines if one["stage"] == line["stage"]) for line in lines}
+    if final == CLOCK and search:  # what the whole run found, rather than a short one
+        widths = [Widths(**one) for one in of(options, arm, True)[0]["widths"]]
+        network = materialise(shrink(result.dense, widths), device)
     return {
         **{key: record[key] for key in KEPT if key in record},
         "macs": macs,
         "wall_s": whole,
-        "ms": ms,
-        "topology": topology,
+        "epoch_s": epoch_s,
+        "search": search,
+        "ms": milliseconds(network, data, device),
+        "widths": None if "torch_pruning" in arm else [vars(site.widths) for site in sites(network)],
     }
 
 
-def hiap_topology(options: argparse.Namespace, config: Config, final: bool) -> hiap.Topology:
+def hiap_widths(options: argparse.Namespace, config: Config, final: bool | str) -> list[Widths]:
     """What HiAP found in the run that is recorded with the same seed."""
-    for record in of(options, "hiap", final):
+    for record in of(options, "hiap", final is not False):
         if record["seed"] == config.seed:
-            return hiap.Topology.from_json(record["topology"])
+            return [Widths(**one) for one in record["widths"]]
     raise SystemExit(f"{SCRATCH} trains HiAP's topology: run the arm hiap with seed {config.seed} first")
 
 
@@ -135,33 +151,51 @@ def of(options: argparse.Namespace, arm: str, final: bool) -> list[dict[str, Any
 
 
 def run(options: argparse.Namespace) -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """Run what is not in the records yet: rates on held-out images, then every seed with the best."""
     deadline = time.perf_counter() + 3600 * options.hours
-    arms, rates, seeds = options.arms.split(","), options.rates.split(","), [int(s) for s in options.seeds.split(",")]
-    unknown = [arm for arm in arms if arm not in ARMS]
-    if unknown:
-        raise SystemExit(f"unknown arm {unknown[0]}; known: {', '.join(ARMS)}")
-    for arm in arms:
-        todo = [(float(rate), seeds[0], False) for rate in rates] if len(rates) > 1 or options.held_out else []
-        finals = [] if options.held_out else [(None, seed, True) for seed in seeds]
-        for lr, seed, final in [*todo, *finals]:
-            lr = lr if lr is not None else best_rate(options, arm, [float(rate) for rate in rates])
-            epochs = epochs_of(options, arm) if options.like and final else options.epochs
-            place = (*setting(options), epochs, options.like, arm, lr, seed, final)
-            if any(tuple(record[key] for key in KEY) == place for record in read(options.records)):
-                continue
-            if time.perf_counter() > deadline:
-                raise SystemExit("out of time; the same command goes on from here")
-            record = dict(zip(KEY, place, strict=True))
-            record |= run_arm(options, arm, config_of(options, arm, lr, seed, epochs), final, device)
-            record |= {"device": device_name(device), "torch": torch.__version__}
-            with options.records.open("a") as file:
-                file.write(json.dumps(record) + "\n")
-            share = record["macs"] / record["dense_macs"]
-            print(
-                f"{arm} lr {lr:g} seed {seed} {'final' if final else 'held out'}: {record['top1']:.2f} %, {share:.1%}",
-                flush=True,
-            )
+    rates, seeds = [float(rate) for rate in options.rates.split(",")], [int(s) for s in options.seeds.split(",")]
+    for arm in options.arms.split(","):
+        if len(rates) > 1 or options.held_out:
+            for lr in rates:
+                take_record(options, arm, lr, seeds[0], False, options.epochs, deadline)
+        for seed in [] if options.held_out else seeds:
+            epochs = epochs_of(options, arm) if options.like else options.epochs
+            take_record(options, arm, best_rate(options, arm, rates), seed, True, epochs, deadline)
+
+
+def clock(options: argparse.Namespace) -> None:
+    """Time an epoch (the fastest of a few) of each stage and a forward, of every arm that has finished runs."""
+    for arm in options.arms.split(","):
+        if of(options, arm, True):
+            take_record(options, arm, 1e-4, 0, CLOCK, 6 if arm == "hiap" or arm in LEARNED else 2)
+
+
+def take_record(
+    options: argparse.Namespace,
+    arm: str,
+    lr: float,
+    seed: int,
+    final: bool | str,
+    epochs: int,
+    deadline: float = float("inf"),
+) -> None:
+    """One more record, unless it is there."""
+    place = (*setting(options), epochs, options.like, arm, lr, seed, final)
+    if any(tuple(record[key] for key in KEY) == place for record in read(options.records)):
+        return
+    if time.perf_counter() > deadline:
+        raise SystemExit("out of time; the same command goes on from here")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = config_of(options, arm, lr, seed, epochs)
+    if final == CLOCK:
+        config.freeze_at = 0.5
+    record = dict(zip(KEY, place, strict=True)) | run_arm(options, arm, config, final, device)
+    record |= {"device": device_name(device), "torch": torch.__version__}
+    with options.records.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    kind = final if isinstance(final, str) else "final" if final else "held out"
+    share = record["macs"] / record["dense_macs"]
+    print(f"{arm} lr {lr:g} seed {seed} {kind}: {record['top1']:.2f} %, {share:.1%}", flush=True)
 
 
 def best_rate(options: argparse.Namespace, arm: str, rates: list[float]) -> float:
@@ -173,18 +207,37 @@ def best_rate(options: argparse.Namespace, arm: str, rates: list[float]) -> floa
 
 def epochs_of(options: argparse.Namespace, arm: str) -> int:
     """As many epochs as fit into the training time of the arm `--like` names."""
-    seconds = {name: [record["seconds"] for record in of(options, name, True)] for name in (arm, options.like)}
+    records = read(options.records)
+    seconds = {name: [duration(one, records) for one in of(options, name, True)] for name in (arm, options.like)}
     if not all(seconds.values()):
         raise SystemExit(f"--like {options.like} needs records of {arm} and {options.like} at equal epochs first")
     mine, other = (statistics.mean(seconds[name]) for name in (arm, options.like))
     return max(1, round(options.epochs * other / mine))
 
 
+def clocked(record: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any]:
+    """The record that times this one: that of `clock` where there is one, else itself."""
+    same = ("start", "weights", "set", "target", "arm")
+    found = [one for one in records if one["final"] == CLOCK and all(one[key] == record[key] for key in same)]
+    return found[-1] if found else record
+
+
+def duration(record: dict[str, Any], records: list[dict[str, Any]]) -> float:
+    """Seconds of training, evaluations aside."""
+    epoch_s, search = clocked(record, records)["epoch_s"], record["search"]
+    return record["epochs"] * (search * epoch_s.get("search", 0.0) + (1 - search) * epoch_s["recover"])
+
+
 # -- reporting --------------------------------------------------------------------------------------------------------
 
 
 def table(options: argparse.Namespace) -> None:
-    records = [record for record in read(options.records) if record["final"]]
+    everything = read(options.records)
+    records = [
+        record | {"seconds": duration(record, everything), "ms": clocked(record, everything)["ms"]}
+        for record in everything
+        if record["final"] is True
+    ]
     if not records:
         raise SystemExit(f"{options.records} holds no finished runs")
     groups = defaultdict(list)
@@ -207,12 +260,22 @@ def table(options: argparse.Namespace) -> None:
 def summaries(group: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row an arm: means over its seeds, and the distance of the best from the worst."""
     rows = []
-    for arm in dict.fromkeys(record["arm"] for record in group):
-        own = [record for record in group if record["arm"] == arm]
+    for arm, variant in dict.fromkeys((record["arm"], record["set"]) for record in group):
+        own = [record for record in group if (record["arm"], record["set"]) == (arm, variant)]
         top1 = [record["top1"] for record in own]
         mean = {key: statistics.mean(record[key] for record in own) for key in ("seconds", "ms", "top1", "lr")}
         macs = statistics.mean(record["macs"] / record["dense_macs"] for record in own)
-        rows.append({**mean, "arm": arm, "spread": max(top1) - min(top1), "seeds": len(own), "macs": macs})
+        name = f"{arm} ({variant})" if variant else arm
+        rows.append(
+            {
+                **mean,
+                "arm": name,
+                "plain": not variant,
+                "spread": max(top1) - min(top1),
+                "seeds": len(own),
+                "macs": macs,
+            }
+        )
     return rows
 
 
@@ -230,7 +293,7 @@ def plot(groups: dict[Any, list[dict[str, Any]]], folder: Path) -> None:
     }
     by_start = defaultdict(list)
     for (start, _, _), group in groups.items():
-        by_start[start] += [row | {"throughput": 256e3 / row["ms"]} for row in summaries(group)]
+        by_start[start] += [row | {"throughput": 256e3 / row["ms"]} for row in summaries(group) if row["plain"]]
     for start, rows in by_start.items():
         for key, label in axes.items():
             figure, ax = plt.subplots(figsize=(6.4, 4.2), constrained_layout=True)
@@ -256,11 +319,8 @@ def plot(groups: dict[Any, list[dict[str, Any]]], folder: Path) -> None:
             print(folder / f"{start}_{key}.png")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
-    go = commands.add_parser("run", help="run what is not in the records yet")
-    go.set_defaults(go=run)
+def add_options(go: argparse.ArgumentParser, function: Callable[[argparse.Namespace], None]) -> None:
+    go.set_defaults(go=function)
     go.add_argument("--data", type=Path, required=True)
     go.add_argument("--weights", required=True, help="of the dense start")
     go.add_argument("--start", choices=sorted(STARTS), default="vit_tiny", help="with the sheets of Tiny-ImageNet")
@@ -277,11 +337,21 @@ def main() -> None:
     go.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of all runs, as YAML")
     go.add_argument("--limit", type=int, default=50, help="images a class of each sheet; less for a quick try")
     go.add_argument("--records", type=Path, required=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    for name, function in (("run", run), ("clock", clock)):
+        add_options(commands.add_parser(name, help=function.__doc__), function)
     show = commands.add_parser("table", help="tables and plots of the records")
     show.set_defaults(go=table)
     show.add_argument("--records", type=Path, required=True)
     show.add_argument("--plots", type=Path, help="folder for the plots")
     options = parser.parse_args()
+    unknown = [arm for arm in getattr(options, "arms", ARMS[0]).split(",") if arm not in ARMS]
+    if unknown:
+        raise SystemExit(f"unknown arm {unknown[0]}; known: {', '.join(ARMS)}")
     options.go(options)
 
 

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 
 import hiap
+from hiap.compact import Widths
 from hiap.config import read_config
 from hiap.data import Augmentation, ByteData
+from hiap.families.timm import sites
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(FOLDER))
@@ -64,27 +67,62 @@ def test_penalised_gates_are_cut_to_the_budget(arm: str, start, tmp_path: Path) 
     assert names <= lines[0].keys() and not names & lines[-1].keys()
 
 
-def test_a_topology_from_scratch_has_other_weights(start, tmp_path: Path) -> None:
+def test_widths_from_scratch_have_other_weights(start, tmp_path: Path) -> None:
     given, data = start
-    peer = Peer(read_config(None, given), tmp_path / "run", data, lambda run: from_scratch(run, topology))
-    topology = hiap.Topology.from_counts(peer.dense, heads=[1, 2, 3, 4], neurons=[8, 16, 24, 32])
+    peer = Peer(read_config(None, given), tmp_path / "run", data, lambda run: from_scratch(run, widths))
+    widths = [Widths(1, 8, 8, 8), Widths(2, 8, 8, None), Widths(None, 0, 0, 24), Widths(4, 8, 8, 32)]
     network = peer.make(peer)
-    assert hiap.macs(network) == hiap.macs(hiap.extract(peer.dense, topology))
+    assert [site.widths for site in sites(network)] == widths
     assert not torch.equal(network.patch_embed.proj.weight, peer.dense.patch_embed.proj.weight)
 
 
 def test_tables_of_records(tmp_path: Path) -> None:
-    keys = {"start": "vit", "target": "50%", "epochs": 15, "like": None, "seconds": 60.0, "ms": 1.0, "device": "gpu"}
+    keys = {"start": "vit", "weights": "w", "set": "", "target": "50%", "epochs": 15, "like": None, "device": "gpu"}
+    keys |= {"ms": 1.0, "lr": 5e-4, "macs": 499, "dense_macs": 1000, "epoch_s": {"recover": 4.0}, "search": 0.0}
     rows = [("hiap", 0, 72.0), ("hiap", 1, 73.0), ("taylor", 0, 71.0)]
-    records = [
-        {**keys, "arm": arm, "seed": seed, "top1": top1, "lr": 5e-4, "final": True, "macs": 499, "dense_macs": 1000}
-        for arm, seed, top1 in rows
-    ]
+    records = [{**keys, "arm": arm, "seed": seed, "top1": top1, "final": True} for arm, seed, top1 in rows]
+    records[0]["search"] = records[1]["search"] = 0.4
+    records.append(records[0] | {"final": False, "top1": 99})
+    records.append(records[0] | {"set": "ema=0.9", "top1": 60, "search": 0})
+    records.append(records[0] | {"final": "clock", "epochs": 6, "epoch_s": {"search": 5.0, "recover": 2.0}, "ms": 0.5})
     file = tmp_path / "records.jsonl"
-    file.write_text(
-        "".join(json.dumps(record) + "\n" for record in [*records, records[0] | {"final": False, "top1": 99}])
-    )
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
     command = [sys.executable, str(FOLDER / "compare.py"), "table", "--records", str(file)]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert "| hiap | 72.50 | 1.00 | 2 | 49.90% | 60 s | 1.000 ms | 0.0005 |" in text
-    assert text.index("| hiap") < text.index("| taylor | 71.00 | 0.00 | 1 |")
+    assert "| hiap | 72.50 | 1.00 | 2 | 49.90% | 48 s | 0.500 ms | 0.0005 |" in text  # 15 (0.4 * 5 + 0.6 * 2) seconds
+    assert "| hiap (ema=0.9) | 60.00 | 0.00 | 1 | 49.90% | 60 s | 1.000 ms | 0.0005 |" in text
+    assert text.index("| hiap") < text.index("| taylor | 71.00 | 0.00 | 1 |") < text.index("| hiap (ema")
+
+
+def test_a_comparison_is_run_and_timed(tmp_path: Path) -> None:
+    for split, count in (("train", 24), ("val", 4)):
+        for label in range(3):
+            (tmp_path / "data" / split / str(label)).mkdir(parents=True)
+            for i in range(count):
+                pixels = torch.full((16, 16, 3), 80 * label + i, dtype=torch.uint8)
+                Image.fromarray(pixels.numpy()).save(tmp_path / "data" / split / str(label) / f"{i}.png")
+    model = timm.create_model("test_vit", img_size=32, num_classes=3)
+    save_file(model.state_dict(), tmp_path / "dense.safetensors")
+    own = ["--data", tmp_path / "data", "--weights", tmp_path / "dense.safetensors", "--model", "test_vit"]
+    own += ["--img-size", 32, "--records", tmp_path / "records.jsonl", "--epochs", 2, "--arms", "hiap,taylor"]
+    own += ["--seeds", 1, "--rates", "1e-3,1e-4"]
+    for pair in ("precision=fp32", "data_device=cpu", "workers=0", "batch_size=16"):
+        own += ["--set", pair]
+
+    def compare(command: str, *more: str) -> list[dict]:
+        subprocess.run([sys.executable, FOLDER / "compare.py", command, *map(str, own), *more], check=True)
+        return [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+
+    assert [r["final"] for r in compare("run", "--held-out")] == [False] * 4
+    records = compare("run")
+    assert [(r["arm"], r["final"]) for r in records[4:]] == [("hiap", True), ("taylor", True)]
+    best = max(records[:2], key=lambda record: record["top1"])["lr"]
+    assert records[4]["lr"] == best and all(r["macs"] <= 0.5 * r["dense_macs"] for r in records)
+    records = compare("clock")
+    assert [(r["arm"], r["final"], sorted(r["epoch_s"])) for r in records[6:]] == [
+        ("hiap", "clock", ["recover", "search"]),
+        ("taylor", "clock", ["recover"]),
+    ]
+    assert records[6]["widths"] == records[4]["widths"]
+    *_, last = compare("run", "--like", "hiap", "--rates", "1e-3")
+    assert (last["arm"], last["like"]) == ("taylor", "hiap")

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import hiap
+from conftest import images, make
 from driver import SMALL
 from hiap.attach import gates_by_block
 from hiap.budget import BudgetError
@@ -196,6 +197,22 @@ def test_the_teacher_sees_its_own_normalisation_and_size() -> None:
     torch.testing.assert_close(seen[0], expected)
     Teacher(Spy(), student, own, (12, 12), torch.device("cpu"))(pixels)
     assert seen[1].shape == (2, 3, 12, 12)
+
+
+def test_a_teacher_in_another_precision() -> None:
+    model, norm = make("dinov2"), ((0.5,) * 3, (0.5,) * 3)
+    x = images(model)
+    expected = model(x)
+
+    def logits(dtype: torch.dtype | None, teacher: torch.nn.Module = model) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return Teacher(teacher, norm, norm, (32, 32), torch.device("cpu"), dtype)(x.to(next(teacher.parameters())))
+
+    assert (logits(torch.float64) - expected).abs().max() <= 1e-12 * expected.abs().max()
+    found = logits(torch.bfloat16)
+    assert found.dtype == torch.bfloat16 and 0 < (found - expected).abs().max() < 0.1 * expected.abs().max()
+    other = timm.create_model("resnet10t", num_classes=7).eval()
+    assert torch.equal(logits(torch.bfloat16, other), logits(None, other))
 
 
 def test_a_teacher_that_does_not_fit_is_refused_before_anything_is_written(

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from hiap.attach import gates_by_block
 from hiap.cost import Cost, expected_counts
+from hiap.errors import UnsupportedModelError
+from hiap.optimize import optimize
 
 __all__ = ["Teacher", "cost_terms", "distillation", "feasibility_terms", "task_loss"]
 
@@ -64,6 +66,7 @@ class Teacher:
     Args:
         student, teacher: (mean, std), each a value a channel.
         size: height and width the teacher wants.
+        dtype: compute a ViT in it, optimised for inference; by default, and for other models, autocast has its way.
     """
 
     def __init__(
@@ -73,8 +76,10 @@ class Teacher:
         teacher: tuple[Sequence[float], Sequence[float]],
         size: tuple[int, int],
         device: torch.device,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.model = model.eval().requires_grad_(False).to(device)
+        self.fast = _optimized(self.model, dtype) if dtype is not None else None
         mean_s, std_s, mean_t, std_t = (
             torch.tensor(list(values), device=device).view(1, -1, 1, 1) for values in (*student, *teacher)
         )
@@ -89,5 +94,17 @@ class Teacher:
             x = x * self.scale + self.shift
         if tuple(x.shape[-2:]) != self.size:
             x = F.interpolate(x, self.size, mode="bicubic", align_corners=False)
-        logits: Tensor = self.model(x)
-        return logits
+        if self.fast is None:
+            logits: Tensor = self.model(x)
+            return logits
+        with torch.autocast(x.device.type, enabled=False):
+            logits = self.fast(x.to(next(self.fast.parameters()).dtype))
+            return logits
+
+
+def _optimized(model: nn.Module, dtype: torch.dtype) -> nn.Module | None:
+    """The same logits with less memory traffic, for models that allow it."""
+    try:
+        return optimize(model, dtype, pad=False)
+    except UnsupportedModelError:
+        return None

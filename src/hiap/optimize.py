@@ -135,8 +135,10 @@ def optimize(
         last_block: whether the last block computes only what the classifier reads.
 
     Raises:
+        UnsupportedModelError: the model is of another family.
         ExtractionError: the logits differ (relative to the largest, in float64 where the device has it).
     """
+    family.sites(model)
     if is_gated(model):
         raise ValueError("the model has gates: extract it first")
     dtype = dtype or next(model.parameters()).dtype

@@ -223,13 +223,14 @@ class Run:
         config = self.config
         if config.teacher == "none" or config.distill_weight == 0:
             return None
+        dtype = torch.bfloat16 if config.precision == "bf16" else None
         size = family.image_size(self.dense)
         if config.teacher == "self":
-            return Teacher(copy.deepcopy(self.dense), self.norm, self.norm, size, self.device)
+            return Teacher(copy.deepcopy(self.dense), self.norm, self.norm, size, self.device, dtype)
         assert self.other_teacher is not None
         own = resolve_data_config({}, model=self.other_teacher)
         norm, size = (tuple(own["mean"]), tuple(own["std"])), own["input_size"][1:]
-        return Teacher(self.other_teacher, self.norm, norm, size, self.device)
+        return Teacher(self.other_teacher, self.norm, norm, size, self.device, dtype)
 
     def freeze(self) -> None:
         """Decide the topology; with `shrink`, go on with the extracted network."""

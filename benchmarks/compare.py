@@ -83,25 +83,26 @@ def run_arm(
     options: argparse.Namespace, arm: str, config: Config, final: bool | str, device: torch.device
 ) -> dict[str, Any]:
     """One run of one arm: what it scores, costs and took."""
-    data = data_of(options, config, final is True, device)
+    data = data_of(options, config, final is not False, device)
     with tempfile.TemporaryDirectory() as folder:
         out, began = Path(folder, "run"), time.perf_counter()
         if arm == "hiap" or arm in LEARNED:
             run = LEARNED.get(arm, Run)(config, out, data=data)
             result = run.go()
             network, record, macs = result.model, result.record, hiap.macs(result.model)
-            search = run.schedule.freeze / run.schedule.total
+            dense, search = result.dense, run.schedule.freeze / run.schedule.total
         else:
             make = PEERS.get(arm) or (lambda peer: from_scratch(peer, hiap_widths(options, config, final)))
             peer = Peer(config, out, data, make)
-            network, record, search = peer.train(), peer.record, 0.0
-            macs = counted_macs(network, peer)
+            network, record, macs = peer.train(), peer.record, counted_macs(peer.raw, peer)
+            dense, search = peer.dense, 0.0
         whole = time.perf_counter() - began
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     epoch_s = {line["stage"]: min(one["seconds"] for one in lines if one["stage"] == line["stage"]) for line in lines}
-    if final == CLOCK and search:  # what the whole run found, rather than a short one
-        widths = [Widths(**one) for one in of(options, arm, True)[0]["widths"]]
-        network = materialise(shrink(result.dense, widths), device)
+    widths = None if "torch_pruning" in arm else [vars(site.widths) for site in sites(network)]
+    if final == CLOCK and widths:  # what the whole run found, rather than a short one
+        widths = of(options, arm, True)[0]["widths"]
+        network = materialise(shrink(dense, [Widths(**one) for one in widths]), device)
     return {
         **{key: record[key] for key in KEPT if key in record},
         "macs": macs,
@@ -109,7 +110,7 @@ def run_arm(
         "epoch_s": epoch_s,
         "search": search,
         "ms": milliseconds(network, data, device),
-        "widths": None if "torch_pruning" in arm else [vars(site.widths) for site in sites(network)],
+        "widths": widths,
     }
 
 
@@ -137,7 +138,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 def setting(options: argparse.Namespace) -> tuple[str, str, str, str]:
     """What all runs of a comparison share: start, weights, options and target."""
     given = sorted(options.set) + ([f"limit={options.limit}"] if options.limit != 50 else [])
-    return options.model or options.start, Path(options.weights).name, " ".join(given), options.target
+    own = [str(part) for part in (options.model, options.img_size, options.data.name) if part]
+    start = " ".join(own) if options.model else options.start
+    return start, Path(options.weights).name, " ".join(given), options.target
 
 
 def of(options: argparse.Namespace, arm: str, final: bool) -> list[dict[str, Any]]:
@@ -166,8 +169,8 @@ def run(options: argparse.Namespace) -> None:
 def clock(options: argparse.Namespace) -> None:
     """Time an epoch (the fastest of a few) of each stage and a forward, of every arm that has finished runs."""
     for arm in options.arms.split(","):
-        if of(options, arm, True):
-            take_record(options, arm, 1e-4, 0, CLOCK, 6 if arm == "hiap" or arm in LEARNED else 2)
+        for record in of(options, arm, True)[:1]:
+            take_record(options, arm, 1e-4, record["seed"], CLOCK, 6 if arm == "hiap" or arm in LEARNED else 2)
 
 
 def take_record(
@@ -180,7 +183,7 @@ def take_record(
     deadline: float = float("inf"),
 ) -> None:
     """One more record, unless it is there."""
-    place = (*setting(options), epochs, options.like, arm, lr, seed, final)
+    place = (*setting(options), epochs, options.like if final is True else None, arm, lr, seed, final)
     if any(tuple(record[key] for key in KEY) == place for record in read(options.records)):
         return
     if time.perf_counter() > deadline:
@@ -206,8 +209,11 @@ def best_rate(options: argparse.Namespace, arm: str, rates: list[float]) -> floa
 
 
 def epochs_of(options: argparse.Namespace, arm: str) -> int:
-    """As many epochs as fit into the training time of the arm `--like` names."""
+    """As many epochs as fit into the training time of the arm `--like` names; the same for all seeds."""
     records = read(options.records)
+    for record in records:
+        if (*(record[key] for key in KEY[:4]), record["like"], record["arm"]) == (*setting(options), options.like, arm):
+            return int(record["epochs"])
     seconds = {name: [duration(one, records) for one in of(options, name, True)] for name in (arm, options.like)}
     if not all(seconds.values()):
         raise SystemExit(f"--like {options.like} needs records of {arm} and {options.like} at equal epochs first")
@@ -225,7 +231,8 @@ def clocked(record: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, 
 def duration(record: dict[str, Any], records: list[dict[str, Any]]) -> float:
     """Seconds of training, evaluations aside."""
     epoch_s, search = clocked(record, records)["epoch_s"], record["search"]
-    return record["epochs"] * (search * epoch_s.get("search", 0.0) + (1 - search) * epoch_s["recover"])
+    searching = epoch_s.get("search", 0.0)
+    return record["epochs"] * (search * searching + (1 - search) * epoch_s.get("recover", searching))
 
 
 # -- reporting --------------------------------------------------------------------------------------------------------
@@ -242,8 +249,8 @@ def table(options: argparse.Namespace) -> None:
         raise SystemExit(f"{options.records} holds no finished runs")
     groups = defaultdict(list)
     for record in records:
-        groups[record["start"], record["target"], record["like"] or record["epochs"]].append(record)
-    for (start, target, length), group in groups.items():
+        groups[record["start"], record["weights"], record["target"], record["like"] or record["epochs"]].append(record)
+    for (start, _, target, length), group in groups.items():
         words = f"the training time of {length}" if isinstance(length, str) else f"{length} epochs"
         print(f"\n{start}, {target} of the MACs, {words} ({group[0]['device']})\n")
         print("| arm | top-1, mean | spread | seeds | MACs | training | forward | rate |")
@@ -292,8 +299,9 @@ def plot(groups: dict[Any, list[dict[str, Any]]], folder: Path) -> None:
         "seconds": "training time (s)",
     }
     by_start = defaultdict(list)
-    for (start, _, _), group in groups.items():
-        by_start[start] += [row | {"throughput": 256e3 / row["ms"]} for row in summaries(group) if row["plain"]]
+    for (start, *_), group in groups.items():
+        rows = [row | {"throughput": 256e3 / row["ms"]} for row in summaries(group)]
+        by_start[start] += [row for row in rows if row["plain"]] or rows
     for start, rows in by_start.items():
         for key, label in axes.items():
             figure, ax = plt.subplots(figsize=(6.4, 4.2), constrained_layout=True)

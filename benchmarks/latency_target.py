@@ -61,15 +61,19 @@ def clock(networks: dict[str, ViT], options: argparse.Namespace, device: torch.d
 
 def prepare(options: argparse.Namespace, device: torch.device) -> tuple[LatencyTable, str]:
     """The table and the target of all runs; measured once."""
-    file, goal = options.runs / "table.json", options.runs / "target.txt"
+    file, goal = options.runs / "table.json", options.runs / "setting.json"
+    setting = {name: getattr(options, name) for name in ("start", "speedup", "mode", "batch", "epochs", "lr", "limit")}
     if not goal.exists():
         dense = dense_model(options, device)
         options.runs.mkdir(parents=True, exist_ok=True)
         measure(dense, device, "bf16", options.batch, mode=options.mode, name=STARTS[options.start][0]).save(file)
         times = clock({"dense": dense}, options, device)
-        goal.write_text(f"{times['dense'] / options.speedup:.4f}ms")
         print(", ".join(f"{name} {ms:.3f} ms" for name, ms in times.items()), flush=True)
-    table, target = LatencyTable.load(file), goal.read_text()
+        goal.write_text(json.dumps(setting | {"target": f"{times['dense'] / options.speedup:.4f}ms"}))
+    table, found = LatencyTable.load(file), json.loads(goal.read_text())
+    target: str = found.pop("target")
+    if found != setting:
+        raise SystemExit(f"{options.runs} holds runs of another setting: {found}; take another folder for {setting}")
     print(f"{options.mode}: dense by the table {table.dense:.3f} ms; target {target}", flush=True)
     return table, target
 
@@ -86,7 +90,7 @@ def train(
         given["batch_size"] = 200
     config = configuration(options.start, options.weights, given)
     data = sheets(options.data, options.start, True, device, seed, options.limit)
-    result = prune(config, out, data=data, cost=lambda model: ARMS[arm](model, table))
+    result = prune(config, out, resume=out.exists(), data=data, cost=lambda model: ARMS[arm](model, table))
     record = result.record | {"topology": [vars(site.widths) for site in sites(result.model)]}
     own = {"start": options.start, "arm": arm, "target": target, "mode": options.mode, "device": table.device}
     (out / RECORD).write_text(json.dumps(own | given | {"torch": torch.__version__} | record) + "\n")

@@ -100,6 +100,36 @@ def test_a_head_without_weights_is_left_alone() -> None:
     assert difference(before, probe(model, torch.float64)) < 1e-12
 
 
+def test_padded_heads_are_turned_too() -> None:
+    model = make()
+    compact = hiap.extract(model, hiap.Topology.from_counts(model, qk_dims=[5] * 3, value_dims=[5] * 3), round_to=8)
+    before, weight = probe(compact, torch.float64), compact.blocks[0].attn.qkv.weight.clone()
+    hiap.align_heads(compact, batches(compact))
+    assert difference(before, probe(compact, torch.float64)) < 1e-12
+    changed = (compact.blocks[0].attn.qkv.weight != weight).view(9, 8, -1).any(2).any(1)
+    assert changed.all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_does_not_blur_the_axes(dtype: torch.dtype) -> None:
+    model = make(embed_dim=48, num_heads=3).float()
+    with torch.no_grad():
+        for block in model.blocks:  # outputs so large that their squares do not fit into float16
+            block.attn.qkv.weight[96:] *= 100
+    x = batches(model)
+    with torch.autocast("cpu", dtype=dtype):
+        hiap.align_heads(model, x)
+    for moment in seen(model, x):  # as uncorrelated as autocast leaves the activations themselves
+        sizes = moment.diagonal(dim1=1, dim2=2)
+        correlation = moment / (sizes.unsqueeze(1) * sizes.unsqueeze(2)).sqrt()
+        assert (correlation - torch.eye(sizes.shape[1])).abs().max() < 0.1
+
+
+def test_no_images_are_refused() -> None:
+    with pytest.raises(ValueError, match="no images"):
+        hiap.align_heads(make(), [])
+
+
 def test_normalised_queries_and_keys_are_not_turned() -> None:
     model = make("qk_norm")
     before = [block.attn.qkv.weight.clone() for block in model.blocks]

@@ -44,7 +44,7 @@ def align_heads(
         reduce: mean over processes, where each has images of its own.
 
     Raises:
-        ValueError: the model has gates.
+        ValueError: the model has gates, or there are no images.
         UnsupportedModelError: the model is of another family.
     """
     if is_gated(model):
@@ -60,18 +60,21 @@ def align_heads(
         model.train(training)
         for hook in hooks:
             hook.remove()
+    if not all(one.seen for one in found):
+        raise ValueError("no images came, so there is nothing to tell the axes of heads by")
     for one in found:
         one.turn(queries, values, reduce)
     return model
 
 
 class _Moments:
-    """Second moments of the queries, keys and outputs of every head of a block. Each (heads, dims, dims)"""
+    """Second moments, summed, of the queries, keys and outputs of every head of a block. Each (heads, dims, dims)"""
 
     def __init__(self, site: Site) -> None:
         self.site, self.attn = site, site.block.attn
         self.heads, self.split = site.widths.heads or 0, (site.widths.qk_dim, site.widths.qk_dim, site.widths.value_dim)
         self.query = self.key = self.output = torch.zeros(())
+        self.seen = False
 
     def hooks(self) -> list[Any]:
         return [
@@ -80,27 +83,29 @@ class _Moments:
         ]
 
     def _after_qkv(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        query, key, _ = torch.split(output, [self.heads * width for width in self.split], dim=-1)
+        query, key, _ = torch.split(output.float(), [self.heads * width for width in self.split], dim=-1)
         self.query = self.query.to(output.device) + self._moment(query)
         # What all keys of an image share moves all scores of a query alike, which softmax does not see.
         self.key = self.key.to(output.device) + self._moment(key - key.mean(1, keepdim=True))
 
     def _before_proj(self, module: nn.Module, args: Any) -> None:
-        self.output = self.output.to(args[0].device) + self._moment(args[0])
+        self.output = self.output.to(args[0].device) + self._moment(args[0].float())
+        self.seen = True
 
     def _moment(self, x: Tensor) -> Tensor:
-        by_head = torch.unflatten(x.float(), -1, (self.heads, -1))
-        moment: Tensor = torch.einsum("bnhi,bnhj->hij", by_head, by_head)
-        return moment / by_head[..., 0, 0].numel()
+        by_head = torch.unflatten(x, -1, (self.heads, -1))
+        with torch.autocast(x.device.type, enabled=False):
+            moment: Tensor = torch.einsum("bnhi,bnhj->hij", by_head, by_head)
+        return moment
 
     def turn(self, queries: bool, values: bool, reduce: Callable[[Tensor], Tensor]) -> None:
         attn, qkv = self.attn, self.attn.qkv
         rows = qkv.weight if qkv.bias is None else torch.cat([qkv.weight, qkv.bias.unsqueeze(1)], dim=1)
-        parts = rows.double().cpu().split([self.heads * width for width in self.split])
+        parts = rows.cpu().double().split([self.heads * width for width in self.split])
         query, key, value = (part.unflatten(0, (self.heads, -1)) for part in parts)
-        output = attn.proj.weight.double().cpu().T.unflatten(0, (self.heads, -1))
-        moments = [reduce(one).double().cpu() for one in (self.query, self.key, self.output)]
-        scale = getattr(self.site.block.ls1, "gamma", torch.ones(())).double().cpu()
+        output = attn.proj.weight.cpu().double().T.unflatten(0, (self.heads, -1))
+        moments = [reduce(one).cpu().double() for one in (self.query, self.key, self.output)]
+        scale = getattr(self.site.block.ls1, "gamma", torch.ones(())).cpu().double()
         if queries and not self.site.qk_norm:
             query, key = _turned(query, key, moments[0], moments[1])
         if values:
@@ -125,7 +130,9 @@ def _turned(left: Tensor, right: Tensor, first: Tensor, second: Tensor) -> tuple
     turn, back = _balanced(first, second)
     new_left, new_right = turn.mT @ left, back @ right
     ratio = left.norm(dim=(1, 2), keepdim=True) / right.norm(dim=(1, 2), keepdim=True)
-    scale = (ratio * new_right.norm(dim=2, keepdim=True) / new_left.norm(dim=2, keepdim=True)).sqrt()
+    sizes = new_left.norm(dim=2, keepdim=True), new_right.norm(dim=2, keepdim=True)
+    empty = (sizes[0] == 0) | (sizes[1] == 0)  # a dim of zeros, as padding leaves it
+    scale = (ratio * sizes[1] / sizes[0]).sqrt().masked_fill(empty, 1.0)
     new_left, new_right = new_left * scale, new_right / scale
     sound = (new_left.isfinite().all(2) & new_right.isfinite().all(2)).all(1).view(-1, 1, 1)  # no head without weights
     return torch.where(sound, new_left, left), torch.where(sound, new_right, right)

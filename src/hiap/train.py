@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ from hiap.topology import Topology, harden, set_topology
 __all__ = ["Result", "Run", "prune"]
 
 PROJECTIONS = 100  # times the budget moves in a run
-ALIGNING = 512  # images that the axes of heads are found on
+ALIGNING = 512  # images, at least, that the axes of heads are found on
 FACTS = ("top1", "hard_macs", "cost", "open_heads", "open_blocks")  # that the live line shows
 
 
@@ -190,14 +190,12 @@ class Run:
         self._prepare()
 
     def _align(self) -> None:
-        """Turn the dims of heads that have gates to axes that can be cut."""
+        """Turn the dims of heads to axes that can be cut, those of the kinds that have gates."""
         queries, values = "qk_dim" in self.kinds, "value_dim" in self.kinds
         batches = self.data.train(self.config.dense_epochs, 0, self.config.batch_size, self.rank, self.world)
-        some = islice(batches, -(-ALIGNING // self.config.batch_size))
+        images = (x.to(self.device) for x, _ in islice(batches, -(-ALIGNING // self.config.batch_size)))
         if queries or values:
-            with self.accelerator.autocast():
-                images = (x.to(self.device) for x, _ in some)
-                align_heads(self.dense, images, queries=queries, values=values, reduce=self._mean)
+            align_heads(self.dense, images, queries=queries, values=values, reduce=self._mean)
 
     def _prepare(self) -> None:
         config = self.config
@@ -537,7 +535,7 @@ class Run:
             "observations": self.controller.observations if self.controller else 0,
             "scaler": self.accelerator.scaler.state_dict() if self.accelerator.scaler else None,
             "topology": self.topology.to_json() if self.topology else None,
-            "shrunk": self.topology is not None and not is_gated(self.raw),
+            "shrunk": self.raw.hiap.logit_difference if self.topology and not is_gated(self.raw) else None,
         }
         self.folder.save(self._global_step(), tensors, state)
 
@@ -563,8 +561,9 @@ class Run:
         if state["topology"] is not None:
             self.topology, self.controller = Topology.from_json(state["topology"]), None
             self.raw = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
-            if state["shrunk"]:
+            if state["shrunk"] is not None:
                 self.raw = extract(self.raw, self.topology, self.config.round_to)
+                self.raw.hiap = replace(self.raw.hiap, logit_difference=state["shrunk"])  # as it was at the freeze
             else:
                 set_gates(self.raw, temperature=self.schedule.tau_floor, noise_scale=0.0)
                 for gate in gates(self.raw):

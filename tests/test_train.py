@@ -274,6 +274,7 @@ class TestReliability:
         first, second = (load_file(folder / "compact/model.safetensors") for folder in (whole, out))
         assert first.keys() == second.keys()
         assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+        assert (whole / "compact/config.json").read_bytes() == (out / "compact/config.json").read_bytes()
         lines = [
             [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
             for folder in (whole, out)

@@ -1,7 +1,7 @@
 """Prune ViT-Ti or DINOv2-S on Tiny-ImageNet with the whole set on the device: one run, one JSON record.
 
     python benchmarks/prune_tiny_imagenet.py --data DIR --weights vit_tiny_tin128.safetensors --out runs/x \
-        [--start dinov2_small] [--set lr=5e-4 --set seed=1] [--final] [--json FILE]
+        [--start dinov2_small] [--set lr=5e-4 --set seed=1] [--final] [--limit 10] [--json FILE]
 
 DIR holds the sheets `train_0.jpg` to `train_9.jpg` and `val.jpg`. Choices are made on sheet 9, trained on the others;
 `--final` trains on all ten and scores on the validation sheet.
@@ -65,12 +65,14 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="folder of the run")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the run, as YAML")
     parser.add_argument("--final", action="store_true", help="train on all sheets, score on the validation sheet")
+    parser.add_argument("--limit", type=int, default=50, help="images a class of each sheet; less for a quick try")
     parser.add_argument("--json", type=Path, help="write the record here")
     options = parser.parse_args()
     given = {key: yaml.safe_load(value) for key, _, value in (pair.partition("=") for pair in options.set)}
     config = configuration(options.start, options.weights, given)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    result = prune(config, options.out, data=sheets(options.data, options.start, options.final, device, config.seed))
+    data = sheets(options.data, options.start, options.final, device, config.seed, options.limit)
+    result = prune(config, options.out, data=data)
     print(json.dumps(result.record))
     if options.json:
         options.json.write_text(json.dumps({"options": given, **result.record}) + "\n")

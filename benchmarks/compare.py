@@ -7,8 +7,8 @@
     python benchmarks/compare.py table --records compare.jsonl [--plots DIR]
 
 DIR holds the sheets of Tiny-ImageNet (`train_0.jpg` ... `val.jpg`), or with --model `train/` and `val/` of any images.
-Every arm chooses its learning rate from the same grid on a held-out tenth of the training images (sheet 9), with the
-first seed; then it is trained on all of them with its best rate, once for each seed, and scored on the validation set.
+Every arm chooses its learning rate from the same grid on a held-out tenth of the training images (sheet 9), with
+seed 0; then it is trained on all of them with its best rate, once for each seed, and scored on the validation set.
 What is already in the records is not run again, so a comparison goes on where it stopped; several processes may share a
 device and the records. `clock`, alone on the device, then times what they cannot: an epoch of each arm and a forward of
 its network. `--like hiap` gives every arm as many epochs as fit into HiAP's training time. A variant of an arm is made
@@ -160,7 +160,7 @@ def run(options: argparse.Namespace) -> None:
     for arm in options.arms.split(","):
         if len(rates) > 1 or options.held_out:
             for lr in rates:
-                take_record(options, arm, lr, seeds[0], False, options.epochs, deadline)
+                take_record(options, arm, lr, 0, False, options.epochs, deadline)
         for seed in [] if options.held_out else seeds:
             epochs = epochs_of(options, arm) if options.like else options.epochs
             take_record(options, arm, best_rate(options, arm, rates), seed, True, epochs, deadline)

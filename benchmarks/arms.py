@@ -19,12 +19,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hiap
 from hiap.attach import PAPER
-from hiap.budget import Controller
+from hiap.budget import Controller, Target
 from hiap.compact import Widths
 from hiap.config import Config
 from hiap.data import Data
 from hiap.evaluate import evaluate
-from hiap.objective import cost_terms, distillation, feasibility_terms, task_loss
+from hiap.objective import cost_terms, feasibility_terms
 from hiap.start import model_arguments
 from hiap.train import Run
 
@@ -47,7 +47,6 @@ class Peer(Run):
         self._stage_loop(self.stop)
         network: nn.Module = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False).eval()
         self.record["top1"] = evaluate(network, self.data, self.config.batch_size, self.accelerator.autocast)["top1"]
-        self.record["seconds"] = self.seconds
         return network
 
     def save_checkpoint(self) -> None:
@@ -64,11 +63,12 @@ class Peer(Run):
         with self.accelerator.autocast():
             logits = model(x)
             teacher = self.teacher(x) if self.teacher else None
-        loss = task_loss(logits.float(), y)
-        if teacher is not None:
-            share = self.config.distill_weight
-            loss = (1 - share) * loss + share * distillation(logits, teacher, self.config.distill_temperature)
-        return loss
+        return self._weighted(self._terms(logits.float(), y, teacher))
+
+    @property
+    def target(self) -> float:
+        """The MACs that are allowed."""
+        return Target.parse(self.config.target).absolute(self.dense_macs)
 
     def batches(self) -> Any:
         return islice(self.data.train(0, 0, self.config.batch_size, 0, 1), BATCHES)
@@ -131,25 +131,35 @@ def controller_of(run: Peer, kinds: tuple[str, ...]) -> tuple[nn.Module, Control
     """A gated copy of the dense model, all open, and the controller of the run's target."""
     gated = hiap.attach(copy.deepcopy(run.dense), kinds, run.config.keep_blocks, logit=8.0)
     hiap.set_gates(gated, temperature=1.0, noise_scale=0.0)
-    target = float(run.config.target.rstrip("%")) / 100 * run.dense_macs
-    return gated, Controller(gated, hiap.MacCost(gated), target, round_to=run.config.round_to)
+    return gated, Controller(gated, hiap.MacCost(gated), run.target, round_to=run.config.round_to)
 
 
-def taylor(run: Peer, kinds: tuple[str, ...] = ("head", "neuron")) -> nn.Module:
-    """Squared gradient of the open gates per MAC, ranked once."""
+def observed(run: Peer, kinds: tuple[str, ...]) -> Controller:
+    """A controller that has seen the squared gradients of the open gates."""
     gated, controller = controller_of(run, kinds)
     gated.train()
     for x, y in run.batches():
         run.loss(gated, x, y).backward()
         controller.observe()
-    return hiap.extract(run.dense, controller.decide(), run.config.round_to)
+    return controller
+
+
+def by_gate(controller: Controller, flat: Tensor) -> dict[int, Tensor]:
+    """The parts of a flat tensor by the id of their gate."""
+    parts = torch.split(flat.cpu(), [gate.logit.numel() for gate in controller.all_gates])
+    return dict(zip(map(id, controller.all_gates), parts, strict=True))
+
+
+def taylor(run: Peer, kinds: tuple[str, ...] = ("head", "neuron")) -> nn.Module:
+    """Squared gradient of the open gates per MAC, ranked once."""
+    return hiap.extract(run.dense, observed(run, kinds).decide(), run.config.round_to)
 
 
 def taylor_five(run: Peer) -> nn.Module:
     return taylor(run, FIVE)
 
 
-def magnitudes(run: Peer, controller: Controller) -> Tensor:
+def magnitudes(controller: Controller) -> Tensor:
     """Squared norm of the weights of every head and neuron, in the order of the gates."""
     scores = {}
     for site, kinds in zip(controller.sites, controller.kinds, strict=True):
@@ -163,15 +173,14 @@ def magnitudes(run: Peer, controller: Controller) -> Tensor:
 
 def magnitude_global(run: Peer) -> nn.Module:
     _, controller = controller_of(run, ("head", "neuron"))
-    controller.importance.copy_(magnitudes(run, controller))
+    controller.importance.copy_(magnitudes(controller))
     return hiap.extract(run.dense, controller.decide(), run.config.round_to)
 
 
 def magnitude_uniform(run: Peer) -> nn.Module:
     """The same share of heads and neurons in every block, the greatest of each."""
     _, controller = controller_of(run, ("head", "neuron"))
-    flat = torch.split(magnitudes(run, controller).cpu(), [gate.logit.numel() for gate in controller.all_gates])
-    scores = dict(zip(map(id, controller.all_gates), flat, strict=True))
+    scores = by_gate(controller, magnitudes(controller))
     share = controller.target / run.dense_macs
     dense = controller.sites[0].widths
     heads = max(1, round(share * dense.heads))
@@ -203,13 +212,8 @@ def cost_of(run: Peer, topology: hiap.Topology) -> int:
 
 def depth(run: Peer) -> nn.Module:
     """Whole blocks dropped by Taylor importance; the last one that goes keeps as many neurons and heads as fit."""
-    gated, controller = controller_of(run, ("attention", "block"))
-    gated.train()
-    for x, y in run.batches():
-        run.loss(gated, x, y).backward()
-        controller.observe()
-    parts = torch.split(controller.importance.cpu(), [gate.logit.numel() for gate in controller.all_gates])
-    worth = dict(zip(map(id, controller.all_gates), parts, strict=True))
+    controller = observed(run, ("attention", "block"))
+    worth = by_gate(controller, controller.importance)
     order = sorted(
         range(len(controller.kinds)), key=lambda i: sum(float(worth[id(g)]) for g in controller.kinds[i].values())
     )
@@ -275,12 +279,11 @@ def torch_pruning(run: Peer, isomorphic: bool) -> nn.Module:
     for x, y in run.batches():
         run.loss(dense, x, y).backward()
     gradients = {name: p.grad for name, p in dense.named_parameters()}
-    target = float(run.config.target.rstrip("%")) / 100 * run.dense_macs
     low, high, best = 0.0, 0.9, None
     for _ in range(10):
         ratio = (low + high) / 2
         model = _torch_pruned(tp, run, gradients, ratio, isomorphic)
-        if counted_macs(model, run) <= target:
+        if counted_macs(model, run) <= run.target:
             high, best = ratio, model
         else:
             low = ratio
@@ -350,5 +353,6 @@ PEERS: dict[str, Callable[[Peer], nn.Module]] = {
     "random": random_topology,
 }
 LEARNED = {"l1": L1, "paper": Paper}
+GATED = {"hiap": Run, **LEARNED}
 SCRATCH = "hiap_scratch"
 ARMS = ("hiap", *PEERS, *LEARNED, SCRATCH)

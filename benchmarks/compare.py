@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import yaml
-from arms import ARMS, LEARNED, PEERS, SCRATCH, Peer, counted_macs, from_scratch
+from arms import ARMS, GATED, LEARNED, PEERS, SCRATCH, Peer, counted_macs, from_scratch
 from prune_tiny_imagenet import BASE, STARTS, configuration, sheets
 
 import hiap
@@ -40,10 +40,9 @@ from hiap.extract import shrink
 from hiap.families.timm import sites
 from hiap.start import dense_model, load_data
 from hiap.timing import device_name, materialise, precision, timings
-from hiap.train import Run
 
 KEY = ("start", "weights", "set", "target", "epochs", "like", "arm", "lr", "seed", "final")
-KEPT = ("top1", "top1_before", "seconds", "dense_macs", "expected_macs", "undecided", "soft_top1", "hard_top1")
+KEPT = ("top1", "top1_before", "dense_macs", "expected_macs", "undecided", "soft_top1", "hard_top1")
 CLOCK = "clock"  # instead of True (scored on the validation set) or False (held out) as the `final` of a record
 
 _DATA: dict[bool, ByteData] = {}
@@ -85,9 +84,9 @@ def run_arm(
     """One run of one arm: what it scores, costs and took."""
     data = data_of(options, config, final is not False, device)
     with tempfile.TemporaryDirectory() as folder:
-        out, began = Path(folder, "run"), time.perf_counter()
-        if arm == "hiap" or arm in LEARNED:
-            run = LEARNED.get(arm, Run)(config, out, data=data)
+        out = Path(folder, "run")
+        if arm in GATED:
+            run = GATED[arm](config, out, data=data)
             result = run.go()
             network, record, macs = result.model, result.record, hiap.macs(result.model)
             dense, search = result.dense, run.schedule.freeze / run.schedule.total
@@ -96,7 +95,6 @@ def run_arm(
             peer = Peer(config, out, data, make)
             network, record, macs = peer.train(), peer.record, counted_macs(peer.raw, peer)
             dense, search = peer.dense, 0.0
-        whole = time.perf_counter() - began
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     epoch_s = {line["stage"]: min(one["seconds"] for one in lines if one["stage"] == line["stage"]) for line in lines}
     widths = None if "torch_pruning" in arm else [vars(site.widths) for site in sites(network)]
@@ -106,7 +104,6 @@ def run_arm(
     return {
         **{key: record[key] for key in KEPT if key in record},
         "macs": macs,
-        "wall_s": whole,
         "epoch_s": epoch_s,
         "search": search,
         "ms": milliseconds(network, data, device),
@@ -170,7 +167,7 @@ def clock(options: argparse.Namespace) -> None:
     """Time an epoch (the fastest of a few) of each stage and a forward, of every arm that has finished runs."""
     for arm in options.arms.split(","):
         for record in of(options, arm, True)[:1]:
-            take_record(options, arm, 1e-4, record["seed"], CLOCK, 6 if arm == "hiap" or arm in LEARNED else 2)
+            take_record(options, arm, 1e-4, record["seed"], CLOCK, 6 if arm in GATED else 2)
 
 
 def take_record(

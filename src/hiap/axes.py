@@ -51,16 +51,17 @@ def align_heads(
         raise ValueError("heads are turned before gates are attached: take the gates out with hiap.detach first")
     found = [_Moments(site) for site in family.sites(model) if site.widths.heads]
     hooks = [hook for one in found for hook in one.hooks()]
-    training = model.training
+    training, seen = model.training, 0
     try:
         model.eval()
         for batch in images:
             model(batch)
+            seen += len(batch)
     finally:
         model.train(training)
         for hook in hooks:
             hook.remove()
-    if not all(one.seen for one in found):
+    if not seen:
         raise ValueError("no images came, so there is nothing to tell the axes of heads by")
     for one in found:
         one.turn(queries, values, reduce)
@@ -74,7 +75,6 @@ class _Moments:
         self.site, self.attn = site, site.block.attn
         self.heads, self.split = site.widths.heads or 0, (site.widths.qk_dim, site.widths.qk_dim, site.widths.value_dim)
         self.query = self.key = self.output = torch.zeros(())
-        self.seen = False
 
     def hooks(self) -> list[Any]:
         return [
@@ -90,7 +90,6 @@ class _Moments:
 
     def _before_proj(self, module: nn.Module, args: Any) -> None:
         self.output = self.output.to(args[0].device) + self._moment(args[0].float())
-        self.seen = True
 
     def _moment(self, x: Tensor) -> Tensor:
         by_head = torch.unflatten(x, -1, (self.heads, -1))

@@ -1,11 +1,12 @@
 """The same function with less memory traffic, for inference: `optimize` works on dense and compact models alike.
 
-In bf16 the matrix products of a pruned ViT shrink as they should; what is left over does not. Two exact changes:
+In bf16 the matrix products of a pruned ViT shrink as they should; what is left over does not. Three exact changes:
 
 - The patch embedding is one matrix product over rows of pixels. Rows of zeros stand for the prefix tokens, so that all
   tokens and positions come from one product and one addition: no convolution, no layout copies, no concatenation.
 - Where the classifier reads prefix tokens alone, the last block computes only those: its queries, projection and FFN
   run on one token instead of all, and so does the final norm.
+- Heads whose q/k and value widths differ are padded to the greater of both, where the device is faster with it.
 
 What a compiler does better (residual + norm, bias + GELU) is left to `torch.compile`.
 """

@@ -88,6 +88,12 @@ def test_cli_plans_prints_and_refuses(tmp_path: Path, capsys: pytest.CaptureFixt
         == 1
     )
     assert "must hold the folders train and val" in capsys.readouterr().err
+    for command in (["plan"], ["prune", "--out", str(tmp_path / "run")]):
+        assert main([*command, "--config", "digits", "--batch-size", "9999"]) == 1
+        assert "batch_size 9999 is more than the 1437 training images" in capsys.readouterr().err
+        assert main([*command, "--model", "resnet18", "--no-pretrained", "--target", "50%"]) == 1
+        assert "it is not a timm VisionTransformer" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_evaluation_needs_no_training_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

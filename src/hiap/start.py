@@ -29,6 +29,7 @@ __all__ = [
     "other_teacher",
     "plan",
     "read_weights",
+    "steps_per_epoch",
 ]
 
 
@@ -126,6 +127,18 @@ def load_data(config: Config, model: ViT, device: torch.device) -> Data:
     return open_data(config.data, size, norm, augmentation, device, *rest)
 
 
+def steps_per_epoch(config: Config, data: Data) -> int:
+    """Whole batches of the training images.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    steps = data.train_size // config.batch_size
+    if steps == 0:
+        raise ConfigError(f"batch_size {config.batch_size} is more than the {data.train_size} training images")
+    return steps
+
+
 def plan(config: Config) -> list[str]:
     """What a run would do, in lines; nothing is trained or written.
 
@@ -134,6 +147,7 @@ def plan(config: Config) -> list[str]:
     """
     config.check()
     model = dense_model(config)
+    family.sites(model)
     data = load_data(config, model, torch.device("cpu"))
     if model.num_classes != data.classes:
         model.reset_classifier(data.classes)
@@ -141,7 +155,7 @@ def plan(config: Config) -> list[str]:
     kinds = config.gate_kinds(any(site.qk_norm for site in family.sites(model)))
     dense = macs(model)
     gated = attach(model, kinds, config.keep_blocks)
-    per_epoch = data.train_size // config.batch_size
+    per_epoch = steps_per_epoch(config, data)
     lines = [
         f"model    {config.model}: {dense / 1e9:.4f} G MACs, {len(family.sites(model))} blocks",
         f"data     {data.train_size} training and {data.val_size} validation images, {data.classes} classes",

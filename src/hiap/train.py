@@ -36,7 +36,7 @@ from hiap.axes import align_heads
 from hiap.budget import Controller
 from hiap.checkpoint import save
 from hiap.compact import Widths
-from hiap.config import Config, ConfigError
+from hiap.config import Config
 from hiap.cost import Cost, MacCost, expected_counts, macs, macs_of_widths
 from hiap.data import Data, mix_seed
 from hiap.evaluate import evaluate
@@ -49,7 +49,16 @@ from hiap.objective import Teacher, cost_terms, distillation, feasibility_terms,
 from hiap.optimizer import carry_optimizer, pack_optimizer, unpack_optimizer
 from hiap.progress import Progress, epoch_line
 from hiap.schedule import Schedule
-from hiap.start import dense_model, load_data, make_controller, make_cost, model_arguments, normalisation, other_teacher
+from hiap.start import (
+    dense_model,
+    load_data,
+    make_controller,
+    make_cost,
+    model_arguments,
+    normalisation,
+    other_teacher,
+    steps_per_epoch,
+)
 from hiap.state import RunError, RunFolder, checkpoints, load_checkpoint
 from hiap.timing import device_name, precision
 from hiap.topology import Topology, harden, set_topology
@@ -126,9 +135,7 @@ class Run:
             model.reset_classifier(self.data.classes)
         self.dense = model.to(self.device)
         self.dense_macs = macs(model)
-        self.per_epoch = self.data.train_size // config.batch_size
-        if self.per_epoch == 0:
-            raise ConfigError(f"batch_size {config.batch_size} is more than the {self.data.train_size} training images")
+        self.per_epoch = steps_per_epoch(config, self.data)
         total = config.epochs * self.per_epoch
         share = config.freeze_at or (0.3 if config.target else 1.0)
         noise = config.noise_end if config.noise_end is not None else (0.0 if config.target else 1.0)

@@ -127,11 +127,11 @@ class Paper(Penalised):
 # -- one-shot rankings ------------------------------------------------------------------------------------------------
 
 
-def controller_of(run: Peer, kinds: tuple[str, ...]) -> tuple[nn.Module, Controller]:
+def controller_of(run: Peer, kinds: tuple[str, ...], mode: str = "importance") -> tuple[nn.Module, Controller]:
     """A gated copy of the dense model, all open, and the controller of the run's target."""
     gated = hiap.attach(copy.deepcopy(run.dense), kinds, run.config.keep_blocks, logit=8.0)
     hiap.set_gates(gated, temperature=1.0, noise_scale=0.0)
-    return gated, Controller(gated, hiap.MacCost(gated), run.target, round_to=run.config.round_to)
+    return gated, Controller(gated, hiap.MacCost(gated), run.target, round_to=run.config.round_to, mode=mode)
 
 
 def observed(run: Peer, kinds: tuple[str, ...]) -> Controller:
@@ -239,15 +239,10 @@ def depth(run: Peer) -> nn.Module:
 
 def random_topology(run: Peer) -> nn.Module:
     """Units at random: what a unit is worth is drawn per MAC, so that no kind is favoured."""
-    _, controller = controller_of(run, FIVE)
+    _, controller = controller_of(run, FIVE, mode="gradient")
     generator = torch.Generator().manual_seed(run.config.seed)
-    drawn = {}
-    for site, kinds in zip(controller.sites, controller.kinds, strict=True):
-        shapes = {kind: torch.ones(gate.shape, dtype=torch.float64) for kind, gate in kinds.items()}
-        prices = controller.cost.prices(site, shapes)
-        for kind, gate in kinds.items():
-            drawn[id(gate)] = (torch.rand(gate.shape, generator=generator) * prices[kind]).flatten()
-    controller.importance.copy_(torch.cat([drawn[id(gate)] for gate in controller.all_gates]))
+    for gate in controller.all_gates:
+        gate.logit.data.copy_(torch.rand(gate.logit.shape, generator=generator).log())
     return hiap.extract(run.dense, controller.decide(), run.config.round_to)
 
 

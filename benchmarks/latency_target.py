@@ -41,8 +41,8 @@ class MacRanked(LatencyCost):
         super().__init__(model, table)
         self.macs = hiap.MacCost(model)
 
-    def prices(self, site: Site, p: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return self.macs.prices(site, p)
+    def price(self, site: Site, widths: Widths) -> float:
+        return self.macs.block(site, widths)
 
 
 ARMS = {"latency": LatencyCost, "macs": MacRanked}

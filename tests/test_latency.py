@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 import hiap
 from conftest import make
+from hiap.allocate import Allocation, Floors
+from hiap.attach import gates_by_block
 from hiap.budget import BudgetError, Controller, Target
 from hiap.cli import main
 from hiap.compact import Widths
@@ -160,16 +162,18 @@ def test_a_table_that_does_not_fit_is_refused(model: dict, wanted: dict, message
 
 def test_a_unit_is_priced_by_what_it_saves() -> None:
     model = hiap.attach(make(**MODEL), ALL)
-    cost, site = LatencyCost(model, synthetic()), sites(model)[0]
-    p = {"head": torch.ones(4, 1).double(), "value_dim": torch.full((4, 8), 0.5).double()}
-    prices = {kind: price.item() for kind, price in cost.prices(site, p).items()}
-    assert prices["neuron"] == pytest.approx(0.01)
-    assert prices["head"] == pytest.approx(0.01 * (8 + 4))
-    assert prices["value_dim"] == pytest.approx(0.01) and prices["qk_dim"] == pytest.approx(0.01)
-    assert prices["attention"] == pytest.approx(1 + 0.01 * 4 * (8 + 4))
-    assert prices["block"] == pytest.approx(1 + 1.28)
-    flat = LatencyCost(model, synthetic(lambda h, q, v: 1.0 + h)).prices(site, p)
-    assert 0 < flat["value_dim"].item() < 1e-6  # what saves nothing is worth keeping
+    movable = [set(kinds) for kinds in gates_by_block(model)]
+    cost, floors = LatencyCost(model, synthetic()), Floors(neurons=8 / 128)  # where the grid begins
+    assert Allocation(sites(model), movable, cost, floors, multiple=2).prices()[0] == pytest.approx(
+        {
+            "neuron": 0.01,
+            "head": 0.01 * (8 + 8),
+            "value_dim": 0.01,
+            "qk_dim": 0.01,
+            "attention": 1 + 0.01 * 4 * (8 + 8),
+            "block": 1 + 1.28,
+        }
+    )
 
 
 @pytest.mark.parametrize("target", ["1.2x", "1.5x", "2x", "3x", "40%", "9ms"])

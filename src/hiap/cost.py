@@ -28,7 +28,6 @@ __all__ = [
     "hard_counts",
     "macs",
     "macs_of_widths",
-    "open_units",
 ]
 
 ImageSize = int | tuple[int, int] | None
@@ -128,7 +127,7 @@ class Cost:
     dense: float
 
     def block(self, site: Site, widths: Widths) -> float:
-        """Exact cost of a block of these widths; it never falls when a width grows."""
+        """Exact cost of a block of these widths: the sum of its branches; it never falls when a width grows."""
         raise NotImplementedError
 
     def macro(self, counts: Counts) -> Tensor:
@@ -139,13 +138,9 @@ class Cost:
         """Cost of what heads and FFNs have in them."""
         raise NotImplementedError
 
-    def prices(self, site: Site, p: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What closing each unit of a block would save, given the probabilities that its gates are open.
-
-        Returns:
-            One tensor for each kind of gate, of its shape or one value for all its units.
-        """
-        raise NotImplementedError
+    def price(self, site: Site, widths: Widths) -> float:
+        """What a block of these widths is charged where units compete for the budget: its cost."""
+        return self.block(site, widths)
 
     def total(self, counts: Counts) -> Tensor:
         """Cost of the whole network."""
@@ -201,31 +196,6 @@ class LinearCost(Cost):
             + _dot(self._qk_dim, counts.qk_dims)
             + _dot(self._neuron, counts.neurons)
         )
-
-    def prices(self, site: Site, p: dict[str, Tensor]) -> dict[str, Tensor]:
-        head, value_dim, qk_dim, neuron = self.unit_costs(site, "qk_dim" in p)
-        one = torch.ones(1, dtype=torch.float64)
-        now = open_units(site.widths, p)
-        by_head = head + value_dim * now["value_dim"] + qk_dim * now["qk_dim"]
-        return {
-            "head": by_head,
-            "value_dim": one * value_dim,
-            "qk_dim": one * qk_dim,
-            "neuron": one * neuron,
-            "attention": (by_head * p.get("head", one)).sum().clamp(min=1.0),
-            "block": (neuron * now["neuron"]).clamp(min=1.0),
-        }
-
-
-def open_units(widths: Widths, p: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Expected open units inside a block's branches: dims of each head (H, 1), heads and neurons."""
-    heads, one = widths.heads or 0, torch.ones(1, dtype=torch.float64)
-    return {
-        "head": p.get("head", one).expand(heads, 1).sum(),
-        "value_dim": p.get("value_dim", one).expand(heads, widths.value_dim).sum(1, keepdim=True),
-        "qk_dim": p.get("qk_dim", one).expand(heads, widths.qk_dim).sum(1, keepdim=True),
-        "neuron": p.get("neuron", one).expand(widths.neurons or 0).sum(),
-    }
 
 
 class MacCost(LinearCost):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hiap.compact import Widths
-from hiap.cost import Cost, Counts, open_units
+from hiap.cost import Cost, Counts
 from hiap.families import timm as family
 from hiap.families.timm import Site
 from hiap.timing import PRECISIONS
@@ -207,34 +207,6 @@ class LatencyCost(Cost):
         several = heads.clamp(min=torch.finfo(heads.dtype).tiny)
         value_dim = axes[2][0] if least else values / several
         return interpolate(self._attention.to(heads), axes, [heads, queries / several, value_dim])
-
-    def prices(self, site: Site, p: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Secants: what a unit costs on the way from the whole width to the least, all else as it is now."""
-        w, now = site.widths, open_units(site.widths, p)
-        prices = {"neuron": self._secant(lambda n: self._ffn_at(n), w.neurons or 0, self.table.neurons[0])}
-        prices["block"] = self._ffn_at(now["neuron"])
-        if w.heads:
-            heads, queries, values = now["head"], now["qk_dim"].mean(), now["value_dim"].mean()
-            least = [axis[0] for axis in (self.table.heads, self.table.qk_dim, self.table.value_dim)]
-            prices["head"] = self._secant(lambda n: self._attention_at(n, queries, values), w.heads, least[0])
-            per_head = heads.clamp(min=1.0)
-            along_qk = self._secant(lambda n: self._attention_at(heads, n, values), w.qk_dim, least[1])
-            along_value = self._secant(lambda n: self._attention_at(heads, queries, n), w.value_dim, least[2])
-            prices |= {"qk_dim": along_qk / per_head, "value_dim": along_value / per_head}
-            prices["attention"] = self._attention_at(heads, queries, values)
-        tiny = 1e-9 * self.dense  # where the table is flat a unit saves nothing, and is worth keeping
-        return {kind: price.clamp(min=tiny).view(1) for kind, price in prices.items()}
-
-    def _secant(self, cost: Callable[[Tensor], Tensor], most: int, least: int) -> Tensor:
-        low = least if least < most else 0
-        ends = [cost(torch.tensor(float(n), dtype=torch.float64)) for n in (most, low)]
-        return (ends[0] - ends[1]) / max(most - low, 1)
-
-    def _attention_at(self, heads: Tensor, queries: Tensor, values: Tensor) -> Tensor:
-        return interpolate(self._attention, self._axes, [heads, queries, values])
-
-    def _ffn_at(self, neurons: Tensor) -> Tensor:
-        return interpolate(self._ffn, self._neurons, [neurons])
 
 
 def _check_fit(model: nn.Module, table: LatencyTable, device: str | None, precision: str | None) -> None:

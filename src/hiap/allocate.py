@@ -1,0 +1,277 @@
+"""What a budget is best spent on: a width for every branch, so that all of them fit and the least is lost.
+
+A branch, the attention or the FFN of a block, can be built in many widths, or not at all. Each choice has a cost and a
+loss: the values of the units it has no room for. To choose one for each branch is a knapsack, solved by Lagrange's
+method: at a rate of so much loss for so much cost every branch chooses by itself, and the rate is the least at which
+the network fits. What room is left is then filled. Costs may have steps and fixed parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from hiap.compact import Widths
+from hiap.cost import Cost
+from hiap.families.timm import Site
+
+__all__ = ["Allocation", "Branch", "Floors", "Values"]
+
+GONE = Widths(None, 0, 0, None)
+STEPS = 16  # that the dims of a head fall in, at most
+TIGHT = 0.005  # room of more than this share of the budget is worth a second look
+ROUNDING = 1e-12  # of sums, relative
+HALVINGS = 64  # of the range of rates, which spans e^+-RANGE
+RANGE = 90.0
+
+Values = dict[str, Tensor]  # of the units of a block, by kind of gate; closing a kind that is not there is no choice
+
+
+@dataclass(frozen=True)
+class Floors:
+    """What every open branch keeps: heads a layer, shares of a head's value dims and of an FFN's neurons."""
+
+    heads: int = 1
+    value_dims: float = 0.125
+    neurons: float = 0.02
+
+
+class Branch:
+    """The widths that one branch can be built in, the widest first, and none of it last.
+
+    Attributes:
+        gate: the kind of gate that closes the whole branch.
+        choices: widths of a block that has this branch alone.
+    """
+
+    gate: str
+    choices: list[Widths]
+
+    def losses(self, values: Values) -> Tensor:
+        """What each choice loses: what is left of a branch or head never loses more than the whole of it. (choices)"""
+        inside = self._inside(values)
+        if self.choices[-1] != GONE:
+            return inside
+        whole = values[self.gate].view(1)
+        return torch.cat([inside.minimum(whole), whole])
+
+    def prices(self, whole: Tensor) -> dict[str, float]:
+        """What a unit of each kind costs on the way from the whole branch to the least, given the price of choices."""
+        raise NotImplementedError
+
+    def _inside(self, values: Values) -> Tensor:
+        raise NotImplementedError
+
+
+class FFN(Branch):
+    gate = "block"
+
+    def __init__(self, dense: Widths, movable: Collection[str], floors: Floors, multiple: int) -> None:
+        assert dense.neurons is not None
+        self.neurons = _axis(dense.neurons, floors.neurons, multiple, "neuron" in movable)
+        self.choices = [Widths(None, 0, 0, n) for n in self.neurons] + [GONE] * (self.gate in movable)
+
+    def _inside(self, values: Values) -> Tensor:
+        return _lost(values.get("neuron"), self.neurons)
+
+    def prices(self, whole: Tensor) -> dict[str, float]:
+        return {"block": float(whole[0]), "neuron": _slope(whole[: len(self.neurons)], self.neurons)}
+
+
+class Attention(Branch):
+    gate = "attention"
+
+    def __init__(self, dense: Widths, movable: Collection[str], floors: Floors, multiple: int) -> None:
+        assert dense.heads
+        least = min(floors.heads, dense.heads) if "head" in movable else dense.heads
+        self.heads = list(range(dense.heads, least - 1, -1))
+        queries, values = (multiple * -(-full // (STEPS * multiple)) for full in (dense.qk_dim, dense.value_dim))
+        self.qk_dims = _axis(dense.qk_dim, 0.0, queries, "qk_dim" in movable)
+        self.value_dims = _axis(dense.value_dim, floors.value_dims, values, "value_dim" in movable)
+        widths = [Widths(*one, None) for one in product(self.heads, self.qk_dims, self.value_dims) if one[0]]
+        self.choices = widths + [Widths(0, 0, 0, None)] * (least == 0) + [GONE] * (self.gate in movable)
+
+    def _inside(self, values: Values) -> Tensor:
+        """Closed heads, and the dims that open ones have no room for. The best heads stay."""
+        head = values["head"].flatten() if "head" in values else torch.full((self.heads[0],), math.inf).double()
+        order = head.argsort(descending=True, stable=True)
+        queries, vals = (
+            _lost(values.get(kind), axis).expand(len(order), -1)
+            for kind, axis in (("qk_dim", self.qk_dims), ("value_dim", self.value_dims))
+        )
+        dims = (queries[:, :, None] + vals[:, None, :]).minimum(head[:, None, None])[order].cumsum(0)
+        closed = _lost(head if "head" in values else None, self.heads)
+        some = [n for n in self.heads if n]
+        inside = closed[: len(some), None, None] + dims[[n - 1 for n in some]]
+        return torch.cat([inside.flatten(), closed[len(some) :]])
+
+    def prices(self, whole: Tensor) -> dict[str, float]:
+        heads = [n for n in self.heads if n]
+        shape = (len(heads), len(self.qk_dims), len(self.value_dims))
+        grid = whole[: math.prod(shape)].view(shape)
+        return {
+            "attention": float(whole[0]),
+            "head": _slope(grid[:, 0, 0], heads),
+            "qk_dim": _slope(grid[0, :, 0], self.qk_dims) / heads[0],
+            "value_dim": _slope(grid[0, 0, :], self.value_dims) / heads[0],
+        }
+
+
+def _axis(full: int, floor: float, multiple: int, movable: bool) -> list[int]:
+    """Widths from the whole one down: multiples, but for the whole one itself."""
+    least = max(math.ceil(floor * full), 1)
+    return [full, *(n for n in range(full - 1, 0, -1) if movable and n % multiple == 0 and n >= least)]
+
+
+def _lost(values: Tensor | None, kept: Sequence[int]) -> Tensor:
+    """The values that do not fit where so many of the greatest are kept; for every row of values. (..., len(kept))"""
+    if values is None:
+        return torch.zeros(len(kept), dtype=torch.float64)
+    least_first = values.sort(dim=-1).values
+    sums = torch.cat([torch.zeros_like(least_first[..., :1]), least_first.cumsum(-1)], dim=-1)
+    return sums[..., [values.shape[-1] - n for n in kept]]
+
+
+def _slope(prices: Tensor, widths: Sequence[int]) -> float:
+    """Price of a unit, from the greatest width to the least; nothing where there is one width."""
+    return float(prices[0] - prices[-1]) / max(widths[0] - widths[-1], 1)
+
+
+class Allocation:
+    """All branches of a network with the cost of every choice.
+
+    Args:
+        movable: the kinds of units that may be closed, block by block.
+        multiple: that widths are built in.
+    """
+
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        movable: Sequence[Collection[str]],
+        cost: Cost,
+        floors: Floors | None = None,
+        multiple: int = 8,
+    ) -> None:
+        self.dense = [site.widths for site in sites]
+        self.branches: list[tuple[int, Branch]] = []
+        for i, (site, kinds) in enumerate(zip(sites, movable, strict=True)):
+            arguments = (site.widths, kinds, floors or Floors(), multiple)
+            self.branches += [(i, Attention(*arguments))] if site.widths.heads else []
+            self.branches += [(i, FFN(*arguments))] if site.widths.neurons else []
+        blocks = [(sites[i], branch.choices) for i, branch in self.branches]
+        self.cost, self.price = (
+            _stack([torch.tensor([of(site, w) for w in choices], dtype=torch.float64) for site, choices in blocks], pad)
+            for of, pad in ((cost.block, math.inf), (cost.price, 0.0))
+        )
+        self.outside = cost.outside
+
+    @property
+    def least(self) -> float:
+        """Cost of the cheapest network."""
+        return self.outside + float(self.cost.min(dim=1).values.sum())
+
+    def losses(self, values: Sequence[Values]) -> Tensor:
+        """What each choice of each branch loses. (branches, choices)"""
+        return _stack([branch.losses(values[i]) for i, branch in self.branches])
+
+    def spend(self, losses: Tensor, allowed: float) -> tuple[Tensor, float]:
+        """The choices of least loss that fit, and the rate at which branches made them."""
+        if self._total(losses.argmin(dim=1)) <= allowed:
+            return losses.argmin(dim=1), 0.0
+        low, high = -RANGE, RANGE
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            if self._total(self._choose(losses, math.exp(middle))) <= allowed:
+                high = middle
+            else:
+                low = middle
+        return self._choose(losses, math.exp(high)), math.exp(high)
+
+    def settle(self, losses: Tensor, allowed: float) -> Tensor:
+        """The same, and nothing fits into the room that is left; where it is much, others pay for one unit more."""
+        allowed *= 1 - ROUNDING
+        chosen = self._fill(self.spend(losses, allowed)[0], losses, allowed)
+        return self._fill(self._exchange(chosen, losses, allowed), losses, allowed)
+
+    def _exchange(self, chosen: Tensor, losses: Tensor, allowed: float) -> Tensor:
+        """Widen one branch and narrow another, so that the room becomes small at the least loss."""
+        rows, tight = torch.arange(len(chosen)), TIGHT * allowed
+        room = allowed - self._total(chosen)
+        if room <= tight:
+            return chosen
+        freed, lost = (now[rows, chosen].unsqueeze(1) - now for now in (self.cost, -losses))
+        best = (room, 0.0, chosen)
+        for row in rows.tolist():
+            wider = int(torch.where(-freed[row] > room, -freed[row], math.inf).argmin())
+            left = room + freed[row, wider] + freed  # once another branch is narrowed
+            left[row] = -math.inf
+            left = torch.where(left < 0, math.inf, left).clamp(min=tight)
+            loss = torch.where(left <= left.min(), lost + lost[row, wider], math.inf)
+            pays, narrower = divmod(int(loss.argmin()), loss.shape[1])
+            found = chosen.clone()
+            found[row], found[pays] = wider, narrower
+            best = min(best, (float(left.min()), float(loss.min()), found), key=lambda one: one[:2])
+        return best[2]
+
+    def _fill(self, chosen: Tensor, losses: Tensor, allowed: float) -> Tensor:
+        """Widen branches, those first that gain most for the cost, until nothing fits."""
+        chosen, rows = chosen.clone(), torch.arange(len(chosen))
+        while True:
+            more = self.cost - self.cost[rows, chosen].unsqueeze(1)
+            less = losses[rows, chosen].unsqueeze(1) - losses
+            fits = (more > 0) & (more <= allowed - self._total(chosen)) & (less >= 0)
+            if not fits.any():
+                return chosen
+            best = int(torch.where(fits, less / more, -1.0).argmax())
+            chosen[best // self.cost.shape[1]] = best % self.cost.shape[1]
+
+    def inside(self, chosen: Tensor, losses: Tensor, rate: float) -> tuple[Tensor, list[dict[str, float]]]:
+        """The best choice of each branch but to leave it out, and the value from which on a unit is worth its cost.
+
+        The latter is given block by block for every kind. A branch of greater value is kept at this rate; at the very
+        rate that decides between two choices, it is the chosen one that is right.
+        """
+        weighed = losses + rate * self.price
+        level = [{kind: rate * price for kind, price in block.items()} for block in self.prices()]
+        for row, lost, (i, branch), choice in zip(weighed, losses, self.branches, chosen.tolist(), strict=True):
+            last = len(branch.choices) - 1
+            if branch.choices[last] == GONE:
+                row[last] = math.inf
+                least, whole = float(row.min()), float(lost[last])
+                level[i][branch.gate] = max(least, whole * 1.001) if choice == last else min(least, whole / 1.001)
+        return weighed.argmin(dim=1), level
+
+    def prices(self) -> list[dict[str, float]]:
+        """What a unit of each kind costs, block by block, in the dense network."""
+        result: list[dict[str, float]] = [{} for _ in self.dense]
+        for (i, branch), price in zip(self.branches, self.price, strict=True):
+            result[i] |= branch.prices(price)
+        return result
+
+    def widths(self, chosen: Tensor) -> list[Widths]:
+        """Widths of the blocks."""
+        parts: list[dict[str, Widths]] = [{} for _ in self.dense]
+        for (i, branch), choice in zip(self.branches, chosen.tolist(), strict=True):
+            parts[i][branch.gate] = branch.choices[choice]
+        result = []
+        for dense, part in zip(self.dense, parts, strict=True):
+            attention, ffn = part.get("attention", dense), part.get("block", dense)
+            result.append(Widths(attention.heads, attention.qk_dim, attention.value_dim, ffn.neurons))
+        return result
+
+    def _choose(self, losses: Tensor, rate: float) -> Tensor:
+        return (losses + rate * self.price).argmin(dim=1)
+
+    def _total(self, chosen: Tensor) -> float:
+        return self.outside + float(self.cost.gather(1, chosen.unsqueeze(1)).sum())
+
+
+def _stack(rows: Sequence[Tensor], pad: float = math.inf) -> Tensor:
+    """Rows of different lengths in one tensor."""
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=pad)

@@ -1,0 +1,126 @@
+import itertools
+
+import pytest
+import torch
+
+import hiap
+from conftest import make
+from hiap.allocate import Allocation, Floors, Values
+from hiap.attach import gates_by_block
+from hiap.compact import Widths
+from hiap.families.timm import Site, sites
+from test_gates import ALL, PAPER
+
+MODEL = {"embed_dim": 32, "num_heads": 4, "depth": 2}
+
+
+def drawn(model: torch.nn.Module, seed: int) -> list[Values]:
+    """Values of very different sizes for every gate."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {kind: 10 ** (2 * torch.randn(gate.shape, generator=generator).double() - 3) for kind, gate in kinds.items()}
+        for kinds in gates_by_block(model)
+    ]
+
+
+def allocation(kinds: tuple[str, ...], cost: hiap.cost.Cost | None = None, **options: object) -> tuple:
+    model = hiap.attach(make(**MODEL), kinds)
+    movable = [set(one) for one in gates_by_block(model)]
+    return model, Allocation(sites(model), movable, cost or hiap.MacCost(model), **options)
+
+
+def total(found: Allocation, chosen: torch.Tensor, table: torch.Tensor) -> float:
+    return float(table.gather(1, chosen[:, None]).sum())
+
+
+@pytest.mark.parametrize("kinds", [ALL, PAPER, ("head", "neuron")])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_network_of_the_same_cost_loses_less(kinds: tuple[str, ...], seed: int) -> None:
+    model, found = allocation(kinds)
+    losses = found.losses(drawn(model, seed))
+    every_loss, every_cost = (  # of all networks there are
+        sum(row.view([-1 if i == j else 1 for j in range(len(table))]) for i, row in enumerate(table))
+        for table in (losses, found.cost)
+    )
+    dense = hiap.macs(make(**MODEL))
+    for share in (0.3, 0.5, 0.7, 0.9):
+        chosen, rate = found.spend(losses, share * dense)
+        cost, loss = total(found, chosen, found.cost), total(found, chosen, losses)
+        assert found.outside + cost <= share * dense and rate > 0
+        assert loss <= float(every_loss[every_cost <= cost].min()) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("kinds", [ALL, PAPER, ("block", "neuron", "value_dim")])
+def test_losses_are_those_of_the_units_that_go(kinds: tuple[str, ...]) -> None:
+    model, found = allocation(kinds, floors=Floors(heads=0), multiple=4)
+    values = drawn(model, 0)
+    for (i, branch), losses in zip(found.branches, found.losses(values), strict=True):
+        value = values[i]
+        for widths, loss in zip(branch.choices, losses.tolist(), strict=False):
+            if widths.heads is None and widths.neurons is None:
+                expected = value[branch.gate].item()
+            elif branch.gate == "block":
+                gone = value["neuron"].sort(descending=True).values[widths.neurons :]
+                expected = gone.sum().item()
+            else:
+                expected = naive(value, widths)
+            whole = value[branch.gate].item() if branch.gate in value else float("inf")
+            assert loss == pytest.approx(min(expected, whole))
+
+
+def naive(value: Values, widths: Widths) -> float:
+    """Head by head, dim by dim."""
+    heads = range(MODEL["num_heads"])
+    ranked = sorted(heads, key=lambda h: -value["head"][h].item()) if "head" in value else list(heads)
+    lost = sum(value["head"][h].item() for h in ranked[widths.heads :])
+    for h in ranked[: widths.heads]:
+        dims = sum(
+            sum(sorted(value[kind][h].tolist(), reverse=True)[kept:])
+            for kind, kept in (("qk_dim", widths.qk_dim), ("value_dim", widths.value_dim))
+            if kind in value
+        )
+        lost += min(dims, value["head"][h].item()) if "head" in value else dims
+    return lost
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nothing_fits_into_the_room_that_is_left(seed: int) -> None:
+    model, found = allocation(PAPER)
+    losses = found.losses(drawn(model, seed))
+    dense = hiap.macs(make(**MODEL))
+    for share in (0.35, 0.5, 0.65, 0.8, 0.95):
+        chosen = found.settle(losses, share * dense)
+        room = share * dense - found.outside - total(found, chosen, found.cost)
+        assert 0 <= room <= 0.02 * dense
+        for row, now in enumerate(chosen.tolist()):
+            for cost, loss in itertools.zip_longest(found.cost[row].tolist(), losses[row].tolist()):
+                fits = 0 < cost - found.cost[row, now] <= room
+                assert not (fits and loss <= losses[row, now])
+
+
+class Steps(hiap.MacCost):
+    """Neurons are paid for by the 64."""
+
+    def block(self, site: Site, widths: Widths) -> float:
+        neurons = -(-(widths.neurons or 0) // 64) * 64
+        return super().block(site, Widths(widths.heads, widths.qk_dim, widths.value_dim, neurons))
+
+
+def test_steps_are_climbed_whole() -> None:
+    model = hiap.attach(make(**MODEL), ("neuron",))
+    found = Allocation(sites(model), [{"neuron"}] * 2, Steps(model), multiple=8)
+    for seed in range(5):
+        losses = found.losses(drawn(model, seed))
+        widths = found.widths(found.settle(losses, 0.8 * hiap.macs(make(**MODEL))))
+        assert {one.neurons for one in widths} <= {64, 128}
+
+
+def test_what_is_charged_may_differ_from_what_is_counted() -> None:
+    class Free(hiap.MacCost):
+        def price(self, site: Site, widths: Widths) -> float:
+            return self.block(site, widths) if not widths.neurons else 0.0
+
+    model = hiap.attach(make(**MODEL), ("head", "neuron"))
+    found = Allocation(sites(model), [{"head", "neuron"}] * 2, Free(model))
+    chosen, _ = found.spend(found.losses(drawn(model, 0)), 0.75 * hiap.macs(make(**MODEL)))
+    assert all(one.neurons == 128 for one in found.widths(chosen))  # neurons cost nothing: heads give way

@@ -2,7 +2,7 @@
 
     python benchmarks/latency_target.py --data DIR --weights vit_tiny_tin128.safetensors --runs runs/equal_speed \\
         [--start dinov2_small] [--speedup 2.0] [--mode compile] [--arms latency,macs] [--seeds 0,1] [--epochs 15] \\
-        [--json FILE]
+        [--set KEY=VALUE] [--json FILE]
 
 DIR holds the sheets of Tiny-ImageNet. A table is measured on this device first (bf16, batch 256). Both arms have the
 same gates and the same target: by the table, so many times the speed of timm's dense model in that mode, compiled or
@@ -18,6 +18,7 @@ from typing import Any
 
 import timm
 import torch
+import yaml
 from prune_tiny_imagenet import STARTS, configuration, sheets
 from tiny_imagenet import CLASSES
 
@@ -62,7 +63,8 @@ def clock(networks: dict[str, ViT], options: argparse.Namespace, device: torch.d
 def prepare(options: argparse.Namespace, device: torch.device) -> tuple[LatencyTable, str]:
     """The table and the target of all runs; measured once."""
     file, goal = options.runs / "table.json", options.runs / "setting.json"
-    setting = {name: getattr(options, name) for name in ("start", "speedup", "mode", "batch", "epochs", "lr", "limit")}
+    names = ("start", "speedup", "mode", "batch", "epochs", "lr", "limit", "set")
+    setting = {name: getattr(options, name) for name in names}
     if not goal.exists():
         dense = dense_model(options, device)
         options.runs.mkdir(parents=True, exist_ok=True)
@@ -88,6 +90,7 @@ def train(
     given |= {"epochs": options.epochs, "lr": options.lr, "eval_every": 1000}
     if options.limit < 50:
         given["batch_size"] = 200
+    given |= {key: yaml.safe_load(value) for key, _, value in (pair.partition("=") for pair in options.set)}
     config = configuration(options.start, options.weights, given)
     data = sheets(options.data, options.start, True, device, seed, options.limit)
     result = prune(config, out, resume=out.exists(), data=data, cost=lambda model: ARMS[arm](model, table))
@@ -134,6 +137,9 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--batch", type=int, default=256, help="images a forward, for the table and the clock")
     parser.add_argument("--limit", type=int, default=50, help="images a class of each sheet; less for a quick try")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the runs, as YAML"
+    )
     parser.add_argument("--json", type=Path, help="time all networks and write the records here")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

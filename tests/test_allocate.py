@@ -122,5 +122,59 @@ def test_what_is_charged_may_differ_from_what_is_counted() -> None:
 
     model = hiap.attach(make(**MODEL), ("head", "neuron"))
     found = Allocation(sites(model), [{"head", "neuron"}] * 2, Free(model))
-    chosen, _ = found.spend(found.losses(drawn(model, 0)), 0.75 * hiap.macs(make(**MODEL)))
+    chosen, _ = found.spend(found.losses(drawn(model, 0)), 0.85 * hiap.macs(make(**MODEL)))
     assert all(one.neurons == 128 for one in found.widths(chosen))  # neurons cost nothing: heads give way
+
+
+def test_the_budget_holds_where_prices_say_nothing() -> None:
+    class Free(hiap.MacCost):
+        def price(self, site: Site, widths: Widths) -> float:
+            return 0.0
+
+    model = hiap.attach(make(**MODEL), ALL)
+    found = Allocation(sites(model), [set(ALL)] * 2, Free(model))
+    chosen = found.settle(found.losses(drawn(model, 0)), 0.3 * hiap.macs(make(**MODEL)))
+    assert found.outside + total(found, chosen, found.cost) <= 0.3 * hiap.macs(make(**MODEL))
+
+
+def test_what_costs_nothing_is_taken() -> None:
+    class Charged(Steps):
+        def price(self, site: Site, widths: Widths) -> float:
+            return hiap.MacCost.block(self, site, widths)
+
+    model = hiap.attach(make(**MODEL), ("neuron",))
+    found = Allocation(sites(model), [{"neuron"}] * 2, Charged(model), multiple=8)
+    values = drawn(model, 0)
+    values[0]["neuron"] *= 1e-9
+    widths = found.widths(found.settle(found.losses(values), 0.8 * hiap.macs(make(**MODEL))))
+    assert widths[0].neurons == 64  # as dear as 8
+
+
+def test_the_dense_network_fits_its_own_cost() -> None:
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        head, neuron, outside = torch.rand(3, generator=generator, dtype=torch.float64).tolist()
+
+        class Odd(hiap.MacCost):
+            def block(self, site: Site, widths: Widths, head: float = head, neuron: float = neuron) -> float:
+                return head * (widths.heads or 0) * (widths.qk_dim + widths.value_dim) + neuron * (widths.neurons or 0)
+
+        model = hiap.attach(make(**{**MODEL, "depth": 12}), ALL)
+        cost = Odd(model)
+        cost.outside = outside
+        found = Allocation(sites(model), [set(ALL)] * 12, cost)
+        dense = [site.widths for site in sites(model)]
+        chosen, rate = found.spend(found.losses(drawn(model, seed)), cost.of_widths(model, dense))
+        assert rate == 0.0 and found.widths(chosen) == dense
+
+
+def test_constant_branches_are_counted() -> None:
+    small = make(**{**MODEL, "depth": 4})
+    topology = hiap.Topology.from_counts(small, heads=[0, 0, 0, 4], neurons=[0, 0, 128, 128])
+    model = hiap.attach(hiap.extract(small, topology), PAPER)
+    cost, found_sites = hiap.ParamCost(model), sites(model)
+    found = Allocation(found_sites, [set(kinds) for kinds in gates_by_block(model)], cost)
+    chosen = torch.zeros(len(found.branches), dtype=torch.long)
+    dense = [site.widths for site in found_sites]
+    assert found.widths(chosen) == dense
+    assert found.outside + total(found, chosen, found.cost) == cost.of_widths(model, dense)

@@ -151,6 +151,19 @@ def test_projection_holds_the_hard_cost_under_the_budget(mode: str) -> None:
         assert hiap.macs(model, round_to=8) <= allowed * dense
 
 
+@pytest.mark.parametrize("ratio", [(1, 0.01), (0.005, 0.005), (0.3, 1), (5, 1)])
+def test_learned_logits_of_any_size_meet_the_target(ratio: tuple[float, float]) -> None:
+    model = hiap.attach(make(**SMALL))
+    target = 0.5 * hiap.macs(make(**SMALL))
+    controller = Controller(model, hiap.MacCost(model), target, ratio, mode="gradient")
+    generator = torch.Generator().manual_seed(0)
+    for gate in hiap.gates(model):
+        gate.logit.data.copy_(8 * torch.rand(gate.logit.shape, generator=generator))
+    assert tight(hiap.macs(hiap.extract(model, controller.decide())), target)
+    controller.project(target, 2.0)
+    assert hiap.macs(model, round_to=8) <= target
+
+
 def test_closed_units_come_back_when_their_worth_rises() -> None:
     model = hiap.attach(make(**SMALL), ("head", "neuron"))
     controller = observed(Controller(model, hiap.MacCost(model), 0.5 * hiap.macs(make(**SMALL)), window=2))

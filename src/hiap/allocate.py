@@ -24,7 +24,7 @@ __all__ = ["Allocation", "Branch", "Floors", "Values"]
 
 GONE = Widths(None, 0, 0, None)
 STEPS = 16  # that the dims of a head fall in, at most
-TIGHT = 0.005  # room of more than this share of the budget is worth a second look
+TIGHT = 0.01  # room of more than this share of the budget is worth a loss
 ROUNDING = 1e-12  # of sums, relative
 HALVINGS = 64  # of the range of rates, which spans e^+-RANGE
 RANGE = 90.0
@@ -90,9 +90,8 @@ class Attention(Branch):
         assert dense.heads
         least = min(floors.heads, dense.heads) if "head" in movable else dense.heads
         self.heads = list(range(dense.heads, least - 1, -1))
-        queries, values = (multiple * -(-full // (STEPS * multiple)) for full in (dense.qk_dim, dense.value_dim))
-        self.qk_dims = _axis(dense.qk_dim, 0.0, queries, "qk_dim" in movable)
-        self.value_dims = _axis(dense.value_dim, floors.value_dims, values, "value_dim" in movable)
+        self.qk_dims = _axis(dense.qk_dim, 0.0, multiple, "qk_dim" in movable, STEPS)
+        self.value_dims = _axis(dense.value_dim, floors.value_dims, multiple, "value_dim" in movable, STEPS)
         widths = [Widths(*one, None) for one in product(self.heads, self.qk_dims, self.value_dims) if one[0]]
         self.choices = widths + [Widths(0, 0, 0, None)] * (least == 0) + [GONE] * (self.gate in movable)
 
@@ -122,10 +121,14 @@ class Attention(Branch):
         }
 
 
-def _axis(full: int, floor: float, multiple: int, movable: bool) -> list[int]:
-    """Widths from the whole one down: multiples, but for the whole one itself."""
-    least = max(math.ceil(floor * full), 1)
-    return [full, *(n for n in range(full - 1, 0, -1) if movable and n % multiple == 0 and n >= least)]
+def _axis(full: int, floor: float, multiple: int, movable: bool, steps: int | None = None) -> list[int]:
+    """Widths from the whole one down to the least: multiples, but for the whole one itself, in about so many steps."""
+    if not movable:
+        return [full]
+    step = multiple * -(-full // (steps * multiple)) if steps else multiple
+    least = -(-max(math.ceil(floor * full), 1) // multiple) * multiple
+    between = range((full - 1) // step * step, least, -step)
+    return [full, *between, *([least] if least < full else [])]
 
 
 def _lost(values: Tensor | None, kept: Sequence[int]) -> Tensor:
@@ -169,7 +172,8 @@ class Allocation:
             _stack([torch.tensor([of(site, w) for w in choices], dtype=torch.float64) for site, choices in blocks], pad)
             for of, pad in ((cost.block, math.inf), (cost.price, 0.0))
         )
-        self.outside = cost.outside
+        constant = [Widths(None if w.heads else w.heads, 0, 0, None if w.neurons else w.neurons) for w in self.dense]
+        self.outside = cost.outside + sum(cost.block(site, rest) for site, rest in zip(sites, constant, strict=True))
 
     @property
     def least(self) -> float:
@@ -182,7 +186,7 @@ class Allocation:
 
     def spend(self, losses: Tensor, allowed: float) -> tuple[Tensor, float]:
         """The choices of least loss that fit, and the rate at which branches made them."""
-        if self._total(losses.argmin(dim=1)) <= allowed:
+        if self._total(losses.argmin(dim=1)) <= allowed * (1 + ROUNDING):
             return losses.argmin(dim=1), 0.0
         low, high = -RANGE, RANGE
         for _ in range(HALVINGS):
@@ -191,7 +195,8 @@ class Allocation:
                 high = middle
             else:
                 low = middle
-        return self._choose(losses, math.exp(high)), math.exp(high)
+        chosen = self._choose(losses, math.exp(high))
+        return chosen if self._total(chosen) <= allowed else self.cost.argmin(dim=1), math.exp(high)
 
     def settle(self, losses: Tensor, allowed: float) -> Tensor:
         """The same, and nothing fits into the room that is left; where it is much, others pay for one unit more."""
@@ -225,10 +230,11 @@ class Allocation:
         while True:
             more = self.cost - self.cost[rows, chosen].unsqueeze(1)
             less = losses[rows, chosen].unsqueeze(1) - losses
-            fits = (more > 0) & (more <= allowed - self._total(chosen)) & (less >= 0)
+            room = allowed - self._total(chosen)
+            fits = (more >= 0) & (more <= room) & (less >= 0) & (more + less > 0)
             if not fits.any():
                 return chosen
-            best = int(torch.where(fits, less / more, -1.0).argmax())
+            best = int(torch.where(fits, less / more.clamp(min=ROUNDING * allowed), -1.0).argmax())
             chosen[best // self.cost.shape[1]] = best % self.cost.shape[1]
 
     def inside(self, chosen: Tensor, losses: Tensor, rate: float) -> tuple[Tensor, list[dict[str, float]]]:

@@ -182,10 +182,11 @@ class Controller:
         """Lower all movable logits together, as little as it takes to fit."""
         moved = [(gate, gate.logit.clone(), self.weight[kind]) for kinds in self.kinds for kind, gate in kinds.items()]
         worths = torch.cat([logit / weight for _, logit, weight in moved if weight]).sort().values.clamp(min=0).tolist()
+        worths.append(worths[-1] * (1 + 1e-6))  # rounding may leave the last one open
 
         def fits(shift: float) -> bool:
             for gate, logit, weight in moved:
-                gate.logit.copy_(logit - shift * weight)
+                gate.logit.copy_((logit - shift * weight).clamp(-LIMIT, LIMIT))
             blocks = harden(self.model).blocks
             self.widths = [
                 block.widths(site.widths, self.round_to) for block, site in zip(blocks, self.sites, strict=True)
@@ -216,10 +217,11 @@ class Controller:
         ]
         if self.mode == "importance":
             return [{k: value / self.weight[k] + NOTHING for k, value in block.items()} for block in values]
-        prices = self.allocation.prices()
+        worths = [{kind: value / self.weight[kind] for kind, value in block.items()} for block in values]
+        top = max(float(worth.max()) for block in worths for worth in block.values())
         return [
-            {kind: (value / self.weight[kind]).exp() * price[kind] for kind, value in block.items()}
-            for block, price in zip(values, prices, strict=True)
+            {kind: (worth - top).exp() * max(price[kind], NOTHING) for kind, worth in block.items()}
+            for block, price in zip(worths, self.allocation.prices(), strict=True)
         ]
 
     def _split(self, flat: Tensor) -> Sequence[Tensor]:

@@ -27,9 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from arms import ARMS, GATED, LEARNED, PEERS, SCRATCH, Peer, counted_macs, from_scratch
-from prune_tiny_imagenet import BASE, STARTS, configuration, sheets
+from prune_tiny_imagenet import BASE, STARTS, assignments, configuration, sheets
 
 import hiap
 from hiap.bench import runner
@@ -57,7 +56,7 @@ def config_of(options: argparse.Namespace, arm: str, lr: float, seed: int, epoch
         given |= {"gate_mode": "gradient", "granularities": ["head", "block", "value_dim", "neuron"], "gate_lr": 2e-2}
         given["align_heads"] = False
         given |= LEARNED[arm].options
-    given |= {key: yaml.safe_load(value) for key, _, value in (pair.partition("=") for pair in options.set)}
+    given |= assignments(options.set)
     if options.model is None:
         return configuration(options.start, options.weights, given)
     own = {"model": options.model, "weights": options.weights, "data": str(options.data), "data_device": "cuda"}

@@ -18,8 +18,7 @@ from typing import Any
 
 import timm
 import torch
-import yaml
-from prune_tiny_imagenet import STARTS, configuration, sheets
+from prune_tiny_imagenet import STARTS, assignments, configuration, sheets
 from tiny_imagenet import CLASSES
 
 import hiap
@@ -90,7 +89,7 @@ def train(
     given |= {"epochs": options.epochs, "lr": options.lr, "eval_every": 1000}
     if options.limit < 50:
         given["batch_size"] = 200
-    given |= {key: yaml.safe_load(value) for key, _, value in (pair.partition("=") for pair in options.set)}
+    given |= assignments(options.set)
     config = configuration(options.start, options.weights, given)
     data = sheets(options.data, options.start, True, device, seed, options.limit)
     result = prune(config, out, resume=out.exists(), data=data, cost=lambda model: ARMS[arm](model, table))

@@ -9,6 +9,7 @@ DIR holds the sheets `train_0.jpg` to `train_9.jpg` and `val.jpg`. Choices are m
 
 import argparse
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,11 @@ def configuration(start: str, weights: str, given: dict[str, Any]) -> Config:
     return read_config(None, {**BASE, **own, **given})
 
 
+def assignments(pairs: Iterable[str]) -> dict[str, Any]:
+    """Options from `KEY=VALUE`, values as YAML."""
+    return {key: yaml.safe_load(value) for key, _, value in (pair.partition("=") for pair in pairs)}
+
+
 def sheets(folder: Path, start: str, final: bool, device: torch.device, seed: int, limit: int = 50) -> ByteData:
     """Nine sheets and the tenth, or all ten and the validation sheet; `limit` images a class of each sheet."""
     _, size, normalisation = STARTS[start]
@@ -68,7 +74,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=50, help="images a class of each sheet; less for a quick try")
     parser.add_argument("--json", type=Path, help="write the record here")
     options = parser.parse_args()
-    given = {key: yaml.safe_load(value) for key, _, value in (pair.partition("=") for pair in options.set)}
+    given = assignments(options.set)
     config = configuration(options.start, options.weights, given)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     data = sheets(options.data, options.start, options.final, device, config.seed, options.limit)

@@ -1,5 +1,3 @@
-import itertools
-
 import pytest
 import torch
 
@@ -23,13 +21,13 @@ def drawn(model: torch.nn.Module, seed: int) -> list[Values]:
     ]
 
 
-def allocation(kinds: tuple[str, ...], cost: hiap.cost.Cost | None = None, **options: object) -> tuple:
+def allocation(kinds: tuple[str, ...], **options: object) -> tuple:
     model = hiap.attach(make(**MODEL), kinds)
     movable = [set(one) for one in gates_by_block(model)]
-    return model, Allocation(sites(model), movable, cost or hiap.MacCost(model), **options)
+    return model, Allocation(sites(model), movable, hiap.MacCost(model), **options)
 
 
-def total(found: Allocation, chosen: torch.Tensor, table: torch.Tensor) -> float:
+def total(chosen: torch.Tensor, table: torch.Tensor) -> float:
     return float(table.gather(1, chosen[:, None]).sum())
 
 
@@ -45,7 +43,7 @@ def test_no_network_of_the_same_cost_loses_less(kinds: tuple[str, ...], seed: in
     dense = hiap.macs(make(**MODEL))
     for share in (0.3, 0.5, 0.7, 0.9):
         chosen, rate = found.spend(losses, share * dense)
-        cost, loss = total(found, chosen, found.cost), total(found, chosen, losses)
+        cost, loss = total(chosen, found.cost), total(chosen, losses)
         assert found.outside + cost <= share * dense and rate > 0
         assert loss <= float(every_loss[every_cost <= cost].min()) * (1 + 1e-12)
 
@@ -90,10 +88,10 @@ def test_nothing_fits_into_the_room_that_is_left(seed: int) -> None:
     dense = hiap.macs(make(**MODEL))
     for share in (0.35, 0.5, 0.65, 0.8, 0.95):
         chosen = found.settle(losses, share * dense)
-        room = share * dense - found.outside - total(found, chosen, found.cost)
+        room = share * dense - found.outside - total(chosen, found.cost)
         assert 0 <= room <= 0.02 * dense
         for row, now in enumerate(chosen.tolist()):
-            for cost, loss in itertools.zip_longest(found.cost[row].tolist(), losses[row].tolist()):
+            for cost, loss in zip(found.cost[row].tolist(), losses[row].tolist(), strict=True):
                 fits = 0 < cost - found.cost[row, now] <= room
                 assert not (fits and loss <= losses[row, now])
 
@@ -134,7 +132,7 @@ def test_the_budget_holds_where_prices_say_nothing() -> None:
     model = hiap.attach(make(**MODEL), ALL)
     found = Allocation(sites(model), [set(ALL)] * 2, Free(model))
     chosen = found.settle(found.losses(drawn(model, 0)), 0.3 * hiap.macs(make(**MODEL)))
-    assert found.outside + total(found, chosen, found.cost) <= 0.3 * hiap.macs(make(**MODEL))
+    assert found.outside + total(chosen, found.cost) <= 0.3 * hiap.macs(make(**MODEL))
 
 
 def test_what_costs_nothing_is_taken() -> None:
@@ -177,4 +175,4 @@ def test_constant_branches_are_counted() -> None:
     chosen = torch.zeros(len(found.branches), dtype=torch.long)
     dense = [site.widths for site in found_sites]
     assert found.widths(chosen) == dense
-    assert found.outside + total(found, chosen, found.cost) == cost.of_widths(model, dense)
+    assert found.outside + total(chosen, found.cost) == cost.of_widths(model, dense)

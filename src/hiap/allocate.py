@@ -60,7 +60,7 @@ class Branch:
         whole = values[self.gate].view(1)
         return torch.cat([inside.minimum(whole), whole])
 
-    def prices(self, whole: Tensor) -> dict[str, float]:
+    def prices(self, price: Tensor) -> dict[str, float]:
         """What a unit of each kind costs on the way from the whole branch to the least, given the price of choices."""
         raise NotImplementedError
 
@@ -79,8 +79,8 @@ class FFN(Branch):
     def _inside(self, values: Values) -> Tensor:
         return _lost(values.get("neuron"), self.neurons)
 
-    def prices(self, whole: Tensor) -> dict[str, float]:
-        return {"block": float(whole[0]), "neuron": _slope(whole[: len(self.neurons)], self.neurons)}
+    def prices(self, price: Tensor) -> dict[str, float]:
+        return {"block": float(price[0]), "neuron": _slope(price[: len(self.neurons)], self.neurons)}
 
 
 class Attention(Branch):
@@ -109,12 +109,12 @@ class Attention(Branch):
         inside = closed[: len(some), None, None] + dims[[n - 1 for n in some]]
         return torch.cat([inside.flatten(), closed[len(some) :]])
 
-    def prices(self, whole: Tensor) -> dict[str, float]:
+    def prices(self, price: Tensor) -> dict[str, float]:
         heads = [n for n in self.heads if n]
         shape = (len(heads), len(self.qk_dims), len(self.value_dims))
-        grid = whole[: math.prod(shape)].view(shape)
+        grid = price[: math.prod(shape)].view(shape)
         return {
-            "attention": float(whole[0]),
+            "attention": float(price[0]),
             "head": _slope(grid[:, 0, 0], heads),
             "qk_dim": _slope(grid[0, :, 0], self.qk_dims) / heads[0],
             "value_dim": _slope(grid[0, 0, :], self.value_dims) / heads[0],

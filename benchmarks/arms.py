@@ -1,7 +1,7 @@
 """The methods that `compare.py` sets side by side. All share HiAP's loop, data, optimiser, schedule and distillation.
 
-Peers make a small network from the dense one and train it for the whole run. `l1` and `paper` learn their gates for as
-long as HiAP searches, and are cut to the same budget by the rank of their gates.
+Peers make a small network from the dense one and train it for the whole run. `l1` and `paper` learn their gates for
+twice as long as HiAP searches, and are cut to the same budget by the rank of their gates.
 """
 
 from __future__ import annotations

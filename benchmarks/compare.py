@@ -19,6 +19,7 @@ import argparse
 import copy
 import json
 import statistics
+import subprocess
 import tempfile
 import time
 from collections import defaultdict
@@ -54,7 +55,7 @@ def config_of(options: argparse.Namespace, arm: str, lr: float, seed: int, epoch
     given: dict[str, Any] = {"target": options.target, "epochs": epochs, "lr": lr, "seed": seed, "eval_every": 1000}
     if arm in LEARNED:  # penalised gates are learned, not set
         given |= {"gate_mode": "gradient", "granularities": ["head", "block", "value_dim", "neuron"], "gate_lr": 2e-2}
-        given["align_heads"] = False
+        given |= {"freeze_at": 0.3, "align_heads": False}
         given |= LEARNED[arm].options
     given |= assignments(options.set)
     if options.model is None:
@@ -189,12 +190,21 @@ def take_record(
     if final == CLOCK:
         config.freeze_at = 0.5
     record = dict(zip(KEY, place, strict=True)) | run_arm(options, arm, config, final, device)
-    record |= {"device": device_name(device), "torch": torch.__version__}
+    record |= {"device": device_name(device), "torch": torch.__version__, "commit": options.commit or commit()}
     with options.records.open("a") as file:
         file.write(json.dumps(record) + "\n")
     kind = final if isinstance(final, str) else "final" if final else "held out"
     share = record["macs"] / record["dense_macs"]
     print(f"{arm} lr {lr:g} seed {seed} {kind}: {record['top1']:.2f} %, {share:.1%}", flush=True)
+
+
+def commit() -> str | None:
+    """What the checkout stands at, if it is one."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=7"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def best_rate(options: argparse.Namespace, arm: str, rates: list[float]) -> float:
@@ -340,6 +350,7 @@ def add_options(go: argparse.ArgumentParser, function: Callable[[argparse.Namesp
     go.add_argument("--hours", type=float, default=1e9, help="start no run after this time")
     go.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of all runs, as YAML")
     go.add_argument("--limit", type=int, default=50, help="images a class of each sheet; less for a quick try")
+    go.add_argument("--commit", help="to be recorded; that of the checkout by default")
     go.add_argument("--records", type=Path, required=True)
 
 

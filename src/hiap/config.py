@@ -95,7 +95,7 @@ class Config:
     epochs: int = _option(15, "length of the run")
     stop_after: int | None = _option(None, "end after this many epochs of the schedule")
     freeze_at: float | None = _option(
-        None, "share of the run after which the topology is final; 0.3 with a target, else 1"
+        None, "share of the run after which the topology is final; 0.15 with a target, else 1"
     )
     gate_mode: str = _option("importance", "how a target moves gates: 'importance' or 'gradient'")
     gate_lr: float = _option(5e-3, "learning rate of gate logits, where they are learned by gradient")

@@ -137,7 +137,7 @@ class Run:
         self.dense_macs = macs(model)
         self.per_epoch = steps_per_epoch(config, self.data)
         total = config.epochs * self.per_epoch
-        share = config.freeze_at or (0.3 if config.target else 1.0)
+        share = config.freeze_at or (0.15 if config.target else 1.0)
         noise = config.noise_end if config.noise_end is not None else (0.0 if config.target else 1.0)
         same = ("tau_start", "tau_decay", "tau_floor", "noise_start", "ramp_start", "ramp_end", "ramp_power")
         self.schedule = Schedule(

@@ -25,7 +25,7 @@ from hiap.config import Config
 from hiap.data import Data
 from hiap.evaluate import evaluate
 from hiap.objective import cost_terms, feasibility_terms
-from hiap.start import model_arguments
+from hiap.start import make_teacher, model_arguments
 from hiap.train import Run
 
 BATCHES = 26  # that one-shot rankings are estimated on
@@ -40,7 +40,7 @@ class Peer(Run):
         self.make = make
 
     def train(self) -> nn.Module:
-        self.teacher = self._teacher()
+        self.teacher = make_teacher(self.config, self.dense, self.norm, self.other_teacher)
         self.raw, self.stage, self.average = self.make(self).to(self.device), "recover", None
         self._prepare()
         self.record["top1_before"] = self._accuracy()

@@ -1,17 +1,23 @@
 import random
 import warnings
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
+from timm.data import create_transform, resolve_data_config
 
 import hiap
 from conftest import write_shards
 from hiap.cli import main
 from hiap.config import read_config
 from hiap.data import Augmentation, ByteData, Data, digits, mix_seed, open_data
+from hiap.images import Loading
+from hiap.start import load_data
 
 HALF = ((0.5,) * 3, (0.5,) * 3)
 CPU = torch.device("cpu")
@@ -33,9 +39,9 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def opened(data: Path | str, **options: object) -> Data:
-    arguments = {"seed": 0, "workers": 0, "strict": False, "channels": 3, **options}
-    return open_data(str(data), (16, 16), HALF, LIGHT, CPU, **arguments)
+def opened(data: Path | str, hold: bool = False, classes: int | None = None, **options: Any) -> Data:
+    loading = Loading((16, 16), HALF, LIGHT, CPU, workers=0)
+    return open_data(str(data), replace(loading, **options), hold, classes)
 
 
 @pytest.mark.parametrize("hold", [False, True])
@@ -72,7 +78,7 @@ def test_broken_images_are_skipped_with_a_count_or_refused(photos: Path, hold: b
 
 def test_the_strongest_augmentation_works(photos: Path) -> None:
     strong = Augmentation(crop=1.0, flip=0.0, policy="rand-m10-n8-inc1", erase=0.0)
-    data = open_data(str(photos), (16, 16), HALF, strong, CPU, 0, 0, True, 3)
+    data = opened(photos, augmentation=strong, strict=True)
     assert all(x.isfinite().all() for epoch in range(4) for x, _ in data.train(epoch, 0, 8, 0, 1))
 
 
@@ -102,12 +108,26 @@ def test_digits_are_those_of_scikit_learn() -> None:
     assert mix_seed(1, 2) != mix_seed(2, 1)
 
 
+def test_validation_images_are_cropped_as_the_model_wants_it(photos: Path) -> None:
+    def first(share: float) -> torch.Tensor:
+        return next(iter(opened(photos, crop_pct=share).val(1)))[0]
+
+    image = Image.open(photos / "val/cat/0.png").convert("RGB")
+    plain = create_transform((3, 16, 16), mean=HALF[0], std=HALF[1], interpolation="bicubic", crop_pct=1.0)
+    assert torch.equal(first(1.0)[0], plain(image)) and not torch.equal(first(0.5), first(1.0))
+    model = timm.create_model("vit_tiny_patch16_224", img_size=16, num_classes=2)  # timm: bicubic, 0.9
+    config = read_config(None, {"data": str(photos), "target": "50%", "workers": 0})
+    assert torch.equal(next(iter(load_data(config, model, CPU).val(1)))[0], first(0.9))
+
+
 def test_a_folder_is_pruned_and_evaluated(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = {
         "model": "vit_tiny_patch16_224",
         "model_args": {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2},
         "pretrained": False,
         "data": str(photos),
+        "mean": [0.4, 0.5, 0.6],
+        "std": [0.2, 0.3, 0.4],
         "target": "70%",
         "epochs": 4,
         "batch_size": 8,
@@ -120,7 +140,11 @@ def test_a_folder_is_pruned_and_evaluated(photos: Path, tmp_path: Path, capsys: 
         warnings.simplefilter("ignore")
         result = prune(read_config(None, options), tmp_path / "run")
     assert result.record["macs"] <= 0.7 * result.record["dense_macs"]
-    assert hiap.load(tmp_path / "run/compact").class_names == ["cat", "dog"]
+    loaded = hiap.load(tmp_path / "run/compact")
+    assert loaded.class_names == ["cat", "dog"]
+    preprocessing = resolve_data_config({}, model=loaded)
+    assert preprocessing["input_size"] == (3, 16, 16) and loaded.pretrained_cfg["num_classes"] == 2
+    assert (preprocessing["mean"], preprocessing["std"]) == ((0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
     capsys.readouterr()
     assert main(["evaluate", str(tmp_path / "run/compact"), "--data", str(photos), "--workers", "0"]) == 0
     assert capsys.readouterr().out.startswith(f"top-1 {result.record['top1']:.2f} %")
@@ -179,7 +203,7 @@ class TestStreams:
         assert same(whole[3:], list(data.train(0, 3, 4, 0, 1)))
 
     def test_images_get_the_mode_of_the_model(self, shards: str) -> None:
-        data = open_data(shards, (16, 16), ((0.5,), (0.5,)), LIGHT, CPU, 0, 0, True, 1, classes=100)
+        data = opened(shards, normalisation=((0.5,), (0.5,)), channels=1, strict=True, classes=100)
         assert next(iter(data.val(4)))[0].shape == (4, 1, 16, 16)
 
     @pytest.mark.parametrize("workers", [0, 2])

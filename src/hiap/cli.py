@@ -285,8 +285,6 @@ def _evaluate(options: argparse.Namespace) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = hiap.load(options.folder, device)
     config = Config(data=options.data, workers=options.workers, model_args={"num_classes": model.num_classes})
-    if options.data == "digits":
-        config.mean, config.std = [0.5], [0.5]
     data = load_data(config, model, device)
     if data.classes != model.num_classes:
         raise ValueError(f"the model has {model.num_classes} classes, the data {data.classes}")

@@ -262,33 +262,21 @@ def _hold(dataset: Any, loading: Loading) -> Batch:
     return torch.stack(images), torch.tensor(labels)
 
 
-def open_data(
-    data: str,
-    size: tuple[int, int],
-    normalisation: tuple[Sequence[float], Sequence[float]],
-    augmentation: Augmentation,
-    device: torch.device,
-    seed: int,
-    workers: int,
-    strict: bool,
-    channels: int,
-    hold: bool = False,
-    classes: int | None = None,
-) -> Data:
+def open_data(data: str, loading: Loading, hold: bool = False, classes: int | None = None) -> Data:
     """The data a user names: "digits", a folder with `train` and `val`, or a name of timm's factory.
 
     Args:
         hold: keep the whole set on the device as bytes and augment there.
         classes: their number, for a stream that does not say it.
     """
+    held = (loading.size, loading.normalisation, loading.augmentation, loading.device, loading.seed)
     if data == "digits":
         train, val = digits()
         names = [str(i) for i in range(10)]
-        if channels == 3:
+        if loading.channels == 3:
             train, val = ((images.expand(-1, 3, -1, -1), labels) for images, labels in (train, val))
-        return ByteData(train, val, size, normalisation, augmentation, device, seed, names)
+        return ByteData(train, val, *held, names)
     name, root = _locate(data)
-    loading = Loading(size, normalisation, augmentation, device, seed, workers, strict, channels)
     if name.startswith(("wds/", "hfids/")):
         if hold:
             raise ValueError(f"{data} is a stream, which is not held in memory: use --data-device loader")
@@ -302,7 +290,7 @@ def open_data(
     class_names = sorted(index, key=index.__getitem__) if index else None
     if hold:
         train, val = (_hold(one, loading) for one in sets)
-        return ByteData(train, val, size, normalisation, augmentation, device, seed, class_names)
+        return ByteData(train, val, *held, class_names)
     return FolderData(sets[0], sets[1], class_names, loading)
 
 

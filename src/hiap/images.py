@@ -47,6 +47,7 @@ class Loading:
         device: of the batches.
         workers: loader processes.
         strict: raise on an image that cannot be read instead of replacing it by another of its batch.
+        interpolation, crop_pct: how a loader resizes, and which share of the image validation sees, in timm's words.
     """
 
     size: tuple[int, int]
@@ -57,6 +58,8 @@ class Loading:
     workers: int = 4
     strict: bool = False
     channels: int = 3
+    interpolation: str = "bicubic"
+    crop_pct: float | None = None
 
     @property
     def mode(self) -> str:
@@ -71,7 +74,7 @@ class Loading:
             "mean": mean,
             "std": std,
             "input_size": (self.channels, *self.size),
-            "interpolation": "bicubic",
+            "interpolation": self.interpolation,
         }
         vary = create_transform(
             **common,
@@ -84,7 +87,7 @@ class Loading:
         for op in (op for step in vary.transforms for op in getattr(step, "ops", ())):
             if op.name.startswith("Posterize"):
                 op.aug_fn = _posterize
-        return vary, create_transform(**common)
+        return vary, create_transform(**common, crop_pct=self.crop_pct)
 
 
 def mix_seed(*parts: int) -> int:

@@ -1,7 +1,8 @@
-"""What a run starts from: the dense model and its weights, the data, the controller of its target; and a dry run."""
+"""What a run is made of: the dense model, data, teacher, schedule, cost and controller of a target; and a dry run."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import safetensors.torch
@@ -17,20 +18,28 @@ from hiap.cost import Cost, MacCost, ParamCost, macs
 from hiap.data import Augmentation, Data, open_data
 from hiap.families import timm as family
 from hiap.families.timm import ViT
+from hiap.images import Loading
 from hiap.latency import UNITS, LatencyCost
+from hiap.objective import Teacher
+from hiap.schedule import Schedule
 
 __all__ = [
     "dense_model",
     "load_data",
     "make_controller",
     "make_cost",
+    "make_schedule",
+    "make_teacher",
     "model_arguments",
     "normalisation",
+    "note_preprocessing",
     "other_teacher",
     "plan",
     "read_weights",
     "steps_per_epoch",
 ]
+
+Normalisation = tuple[tuple[float, ...], tuple[float, ...]]  # mean and std, a value a channel
 
 
 def dense_model(config: Config) -> ViT:
@@ -87,6 +96,19 @@ def other_teacher(config: Config, classes: int, channels: int) -> nn.Module | No
     return model
 
 
+def make_teacher(config: Config, dense: ViT, norm: Normalisation, other: nn.Module | None) -> Teacher | None:
+    """The teacher of a run, if it has one: the other model, else the dense one as it is now."""
+    if config.teacher == "none" or config.distill_weight == 0:
+        return None
+    device = next(dense.parameters()).device
+    dtype = torch.bfloat16 if config.precision == "bf16" else None
+    if other is None:
+        return Teacher(copy.deepcopy(dense), norm, norm, family.image_size(dense), device, dtype)
+    found = resolve_data_config({}, model=other)
+    own = tuple(found["mean"]), tuple(found["std"])
+    return Teacher(other, norm, own, found["input_size"][1:], device, dtype)
+
+
 def model_arguments(config: Config) -> dict[str, Any]:
     """What `timm.create_model` is given besides the name."""
     return config.model_args | ({} if config.img_size is None else {"img_size": config.img_size})
@@ -104,11 +126,13 @@ def read_weights(path: str) -> dict[str, Tensor]:
     return {name.removeprefix("module."): tensor.float() for name, tensor in state.items()}
 
 
-def normalisation(config: Config, model: ViT) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def normalisation(config: Config, model: ViT) -> Normalisation:
     """Mean and std of the input: the configuration's, else the model's own."""
-    own = resolve_data_config({}, model=model)
+    channels, own = model.patch_embed.proj.in_channels, resolve_data_config({}, model=model)
+    for name in ("mean", "std"):
+        if len(set(own[name])) == 1:  # the same for every channel, however many there are
+            own[name] = own[name][:1] * channels
     mean, std = config.mean or own["mean"], config.std or own["std"]
-    channels = model.patch_embed.proj.in_channels
     if len(mean) != channels or len(std) != channels:
         raise ConfigError(
             f"mean and std must have {channels} values, one a channel; found {list(mean)} and {list(std)}"
@@ -116,15 +140,29 @@ def normalisation(config: Config, model: ViT) -> tuple[tuple[float, ...], tuple[
     return tuple(mean), tuple(std)
 
 
+def note_preprocessing(model: ViT, norm: Normalisation) -> None:
+    """Let the model itself say what it is trained on, for whoever loads it: size, normalisation and classes."""
+    size = (model.patch_embed.proj.in_channels, *family.image_size(model))
+    own = {"input_size": size, "mean": norm[0], "std": norm[1], "num_classes": model.num_classes}
+    model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, **own}
+
+
 def load_data(config: Config, model: ViT, device: torch.device) -> Data:
-    """What `config.data` names, at the model's size and normalisation."""
-    size, channels = family.image_size(model), model.patch_embed.proj.in_channels
-    augmentation = Augmentation(config.crop, config.flip, config.policy, config.erase)
-    norm = normalisation(config, model)
-    hold = config.data_device != "loader"
-    device = torch.device("cpu") if config.data_device == "cpu" and config.data != "digits" else device
-    rest = (config.seed, config.workers, config.strict_data, channels, hold, config.model_args.get("num_classes"))
-    return open_data(config.data, size, norm, augmentation, device, *rest)
+    """What `config.data` names, as the model sees it: its size, normalisation, interpolation and crop."""
+    own = resolve_data_config({}, model=model)
+    loading = Loading(
+        size=family.image_size(model),
+        normalisation=normalisation(config, model),
+        augmentation=Augmentation(config.crop, config.flip, config.policy, config.erase),
+        device=torch.device("cpu") if config.data_device == "cpu" and config.data != "digits" else device,
+        seed=config.seed,
+        workers=config.workers,
+        strict=config.strict_data,
+        channels=model.patch_embed.proj.in_channels,
+        interpolation=own["interpolation"],
+        crop_pct=own["crop_pct"],
+    )
+    return open_data(config.data, loading, config.data_device != "loader", config.model_args.get("num_classes"))
 
 
 def steps_per_epoch(config: Config, data: Data) -> int:
@@ -182,6 +220,18 @@ def make_cost(model: ViT, config: Config) -> Cost:
     if target.unit in UNITS and target.unit != cost.table.unit:
         raise ConfigError(f"the target is in {target.unit}, the table {config.cost} in {cost.table.unit}")
     return cost
+
+
+def make_schedule(config: Config, steps: int) -> Schedule:
+    """The course of a run of so many steps; with a target it freezes early and without noise."""
+    freeze, noise = (0.15, 0.0) if config.target else (1.0, 1.0)
+    same = ("tau_start", "tau_decay", "tau_floor", "noise_start", "ramp_start", "ramp_end", "ramp_power")
+    return Schedule(
+        total=steps,
+        freeze=max(1, round((config.freeze_at or freeze) * steps)),
+        noise_end=noise if config.noise_end is None else config.noise_end,
+        **{name: getattr(config, name) for name in (*same, "sharp_start", "sharp_end")},
+    )
 
 
 def make_controller(model: ViT, config: Config, cost: Cost, steps: int) -> Controller:

@@ -25,7 +25,7 @@ import safetensors.torch
 import timm
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
-from timm.data import Mixup, resolve_data_config
+from timm.data import Mixup
 from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
 from timm.utils import ModelEmaV3
@@ -48,14 +48,16 @@ from hiap.measuring import network_cost
 from hiap.objective import Teacher, cost_terms, distillation, feasibility_terms, task_loss
 from hiap.optimizer import carry_optimizer, pack_optimizer, unpack_optimizer
 from hiap.progress import Progress, epoch_line
-from hiap.schedule import Schedule
 from hiap.start import (
     dense_model,
     load_data,
     make_controller,
     make_cost,
+    make_schedule,
+    make_teacher,
     model_arguments,
     normalisation,
+    note_preprocessing,
     other_teacher,
     steps_per_epoch,
 )
@@ -133,19 +135,11 @@ class Run:
         self.data = data or load_data(config, model, self.device)
         if model.num_classes != self.data.classes:
             model.reset_classifier(self.data.classes)
+        note_preprocessing(model, self.norm)
         self.dense = model.to(self.device)
         self.dense_macs = macs(model)
         self.per_epoch = steps_per_epoch(config, self.data)
-        total = config.epochs * self.per_epoch
-        share = config.freeze_at or (0.15 if config.target else 1.0)
-        noise = config.noise_end if config.noise_end is not None else (0.0 if config.target else 1.0)
-        same = ("tau_start", "tau_decay", "tau_floor", "noise_start", "ramp_start", "ramp_end", "ramp_power")
-        self.schedule = Schedule(
-            total=total,
-            freeze=max(1, round(share * total)),
-            noise_end=noise,
-            **{name: getattr(config, name) for name in (*same, "sharp_start", "sharp_end")},
-        )
+        self.schedule = make_schedule(config, config.epochs * self.per_epoch)
         self.stop = (config.stop_after or config.epochs) * self.per_epoch
         self.other_teacher = other_teacher(config, self.data.classes, model.patch_embed.proj.in_channels)
         self._plan()  # refuses what cannot be reached, before the folder is made
@@ -186,7 +180,7 @@ class Run:
         if self.stage == "dense":
             self.raw = self.dense
         elif self.stage == "search":
-            self.teacher = self._teacher()
+            self.teacher = make_teacher(config, self.dense, self.norm, self.other_teacher)
             if fresh and (config.align_heads if config.align_heads is not None else config.target):
                 self._align()
             self.raw = attach(self.dense, self.kinds, config.keep_blocks, logit=config.start_logit, seed=config.seed)
@@ -223,19 +217,6 @@ class Run:
         self.average = ModelEmaV3(self.raw, decay=config.ema) if config.ema and self.stage != "dense" else None
         self.accelerator.free_memory()
         self.model, self.stepper = self.accelerator.prepare(self.raw, self.optimizer)
-
-    def _teacher(self) -> Teacher | None:
-        config = self.config
-        if config.teacher == "none" or config.distill_weight == 0:
-            return None
-        dtype = torch.bfloat16 if config.precision == "bf16" else None
-        size = family.image_size(self.dense)
-        if config.teacher == "self":
-            return Teacher(copy.deepcopy(self.dense), self.norm, self.norm, size, self.device, dtype)
-        assert self.other_teacher is not None
-        own = resolve_data_config({}, model=self.other_teacher)
-        norm, size = (tuple(own["mean"]), tuple(own["std"])), own["input_size"][1:]
-        return Teacher(self.other_teacher, self.norm, norm, size, self.device, dtype)
 
     def freeze(self) -> None:
         """Decide the topology; with `shrink`, go on with the extracted network."""

@@ -1,12 +1,13 @@
 """HiAP against its peers: one dense start, one data set, one budget, one loop. Every run is a record; records add up.
 
-    python benchmarks/compare.py run --data DIR --weights FILE --records compare.jsonl [--start dinov2_small]
-        [--model NAME --img-size 224] [--target 50%] [--epochs 15] [--arms hiap,taylor] [--rates 5e-4,1e-3]
-        [--seeds 0,1,2] [--held-out] [--like hiap] [--hours 0.4] [--set KEY=VALUE]
+    python benchmarks/compare.py run --data IMAGES --model NAME [--img-size 224] [--weights FILE] --records FILE
+        [--target 50%] [--epochs 15] [--arms hiap,taylor] [--rates 5e-4,1e-3] [--seeds 0,1,2] [--held-out] [--like hiap]
+        [--hours 0.4] [--set KEY=VALUE]
+    python benchmarks/compare.py run --data SHEETS --start vit_tiny --weights FILE --records FILE ... (the same options)
     python benchmarks/compare.py clock ... (the same options)
-    python benchmarks/compare.py table --records compare.jsonl [--plots DIR]
+    python benchmarks/compare.py table --records FILE [--plots DIR]
 
-DIR holds the sheets of Tiny-ImageNet (`train_0.jpg` ... `val.jpg`), or with --model `train/` and `val/` of any images.
+IMAGES holds `train/` and `val/`, a folder a class in each; SHEETS those of Tiny-ImageNet (`train_0.jpg` ... `val.jpg`).
 Every arm chooses its learning rate from the same grid on a held-out tenth of the training images (sheet 9), with
 seed 0; then it is trained on all of them with its best rate, once for each seed, and scored on the validation set.
 What is already in the records is not run again, so a comparison goes on where it stopped; several processes may share a
@@ -137,7 +138,8 @@ def setting(options: argparse.Namespace) -> tuple[str, str, str, str]:
     given = sorted(options.set) + ([f"limit={options.limit}"] if options.limit != 50 else [])
     own = [str(part) for part in (options.model, options.img_size, options.data.name) if part]
     start = " ".join(own) if options.model else options.start
-    return start, Path(options.weights).name, " ".join(given), options.target
+    weights = Path(options.weights).name if options.weights else "pretrained"
+    return start, weights, " ".join(given), options.target
 
 
 def of(options: argparse.Namespace, arm: str, final: bool) -> list[dict[str, Any]]:
@@ -336,7 +338,7 @@ def plot(groups: dict[Any, list[dict[str, Any]]], folder: Path) -> None:
 def add_options(go: argparse.ArgumentParser, function: Callable[[argparse.Namespace], None]) -> None:
     go.set_defaults(go=function)
     go.add_argument("--data", type=Path, required=True)
-    go.add_argument("--weights", required=True, help="of the dense start")
+    go.add_argument("--weights", help="of the dense start; with --model timm's pretrained ones by default")
     go.add_argument("--start", choices=sorted(STARTS), default="vit_tiny", help="with the sheets of Tiny-ImageNet")
     go.add_argument("--model", help="timm name, with a folder of images")
     go.add_argument("--img-size", type=int)
@@ -367,6 +369,8 @@ def main() -> None:
     unknown = [arm for arm in getattr(options, "arms", ARMS[0]).split(",") if arm not in ARMS]
     if unknown:
         raise SystemExit(f"unknown arm {unknown[0]}; known: {', '.join(ARMS)}")
+    if getattr(options, "data", None) and not (options.weights or options.model):
+        raise SystemExit("--weights FILE is missing: those of the dense start")
     options.go(options)
 
 

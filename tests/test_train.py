@@ -160,7 +160,7 @@ def test_a_training_loop_of_ones_own() -> None:
     model, steps = make(embed_dim=32, num_heads=4).train(), 40
     weights = list(model.parameters())
     hiap.attach(model)
-    schedule = hiap.Schedule(total=steps, freeze=steps * 3 // 10)
+    schedule = hiap.Schedule(total=steps, freeze=steps * 15 // 100)
     budget = hiap.Controller(model, hiap.MacCost(model), target=0.5 * hiap.macs(model))
     optimizer = torch.optim.AdamW(weights, lr=1e-4)
     for step in range(schedule.freeze):

@@ -17,7 +17,7 @@ from hiap.cli import main
 from hiap.config import read_config
 from hiap.data import Augmentation, ByteData, Data, digits, mix_seed, open_data
 from hiap.images import Loading
-from hiap.start import load_data
+from hiap.start import load_data, note_preprocessing
 
 HALF = ((0.5,) * 3, (0.5,) * 3)
 CPU = torch.device("cpu")
@@ -108,6 +108,17 @@ def test_digits_are_those_of_scikit_learn() -> None:
     assert mix_seed(1, 2) != mix_seed(2, 1)
 
 
+@pytest.mark.parametrize("hold", [False, True])
+def test_validation_may_lack_a_class_but_not_have_one_more(photos: Path, hold: bool) -> None:
+    for image in (photos / "val/cat").iterdir():
+        image.unlink()
+    (photos / "val/cat").rmdir()
+    assert labels(list(opened(photos, hold=hold).val(2))) == [1, 1, 1, 1]
+    (photos / "val/dog").rename(photos / "val/fox")
+    with pytest.raises(ValueError, match=r"validation that are not trained: \['fox'\]"):
+        opened(photos, hold=hold)
+
+
 def test_validation_images_are_cropped_as_the_model_wants_it(photos: Path) -> None:
     def first(share: float) -> torch.Tensor:
         return next(iter(opened(photos, crop_pct=share).val(1)))[0]
@@ -118,6 +129,8 @@ def test_validation_images_are_cropped_as_the_model_wants_it(photos: Path) -> No
     model = timm.create_model("vit_tiny_patch16_224", img_size=16, num_classes=2)  # timm: bicubic, 0.9
     config = read_config(None, {"data": str(photos), "target": "50%", "workers": 0})
     assert torch.equal(next(iter(load_data(config, model, CPU).val(1)))[0], first(0.9))
+    squashed = next(iter(opened(photos, crop_pct=1.0, crop_mode="squash").val(1)))[0][0]
+    assert torch.equal(squashed, plain(image.resize((16, 16), Image.Resampling.BICUBIC)))
 
 
 def test_a_folder_is_pruned_and_evaluated(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,6 +161,16 @@ def test_a_folder_is_pruned_and_evaluated(photos: Path, tmp_path: Path, capsys: 
     capsys.readouterr()
     assert main(["evaluate", str(tmp_path / "run/compact"), "--data", str(photos), "--workers", "0"]) == 0
     assert capsys.readouterr().out.startswith(f"top-1 {result.record['top1']:.2f} %")
+
+
+def test_what_was_held_in_memory_is_evaluated_alike(photos: Path) -> None:
+    model = timm.create_model("vit_tiny_patch16_224", img_size=16, num_classes=2)
+    config = read_config(None, {"data": str(photos), "data_device": "cpu", "target": "50%", "workers": 0})
+    held = load_data(config, model, CPU)
+    note_preprocessing(model, HALF, held)
+    config.data_device = "loader"
+    for one, two in zip(held.val(3), load_data(config, model, CPU).val(3), strict=True):
+        torch.testing.assert_close(one[0], two[0], atol=1e-6, rtol=0)
 
 
 def same(first: list[tuple[torch.Tensor, ...]], second: list[tuple[torch.Tensor, ...]]) -> bool:

@@ -1,3 +1,4 @@
+import copy
 import json
 import math
 import os
@@ -409,13 +410,20 @@ def test_weights_of_another_class_count_get_a_new_classifier(tmp_path: Path) -> 
     save_file(model.state_dict(), tmp_path / "three.safetensors")
     torch.save({"model": model.state_dict()}, tmp_path / "three.pth")
     for name in ("three.safetensors", "three.pth"):
-        run = Run(
-            tiny(weights=str(tmp_path / name), pretrained=True),
-            tmp_path / name.replace(".", "-"),
-            data=noise_data(512, 8),
-        )
+        own, out = {"weights": str(tmp_path / name), "pretrained": True}, tmp_path / name.replace(".", "-")
+        with pytest.raises(ConfigError, match=r"3 classes, the data has 10.*--dense-epochs N .*or --teacher none"):
+            Run(tiny(**own), out, data=noise_data(512, 8))
+        assert not out.exists()
+        run = Run(tiny(**own, teacher="none"), out, data=noise_data(512, 8))
         assert run.dense.num_classes == 10
         assert torch.equal(run.dense.blocks[0].mlp.fc1.weight, model.blocks[0].mlp.fc1.weight)
+
+
+def test_the_result_comes_with_the_dense_model_it_began_with(tmp_path: Path) -> None:
+    run = Run(tiny(teacher="none"), tmp_path / "run", data=noise_data(512, 8))
+    before = copy.deepcopy(run.dense.state_dict())
+    dense = run.go().dense
+    assert all(torch.equal(tensor, before[name]) for name, tensor in dense.state_dict().items())
 
 
 def test_no_shrink_ends_with_the_same_budget(tmp_path: Path) -> None:

@@ -286,7 +286,11 @@ def open_data(data: str, loading: Loading, hold: bool = False, classes: int | No
             raise ValueError(f"{data} does not say how many classes it has: pass --model-args '{{\"num_classes\": N}}'")
         return StreamData(first, second, classes, loading)
     sets = [create_dataset(name, root=root, split=split, is_training=split == "train") for split in SPLITS]
-    index = getattr(getattr(sets[0], "reader", None), "class_to_idx", None)
+    index, other = (getattr(getattr(one, "reader", None), "class_to_idx", {}) for one in sets)
+    if index != other:  # validation has labels of its own: it gets those of training
+        if more := sorted(set(other) - set(index)):
+            raise ValueError(f"{data} has classes for validation that are not trained: {more}")
+        sets[1] = create_dataset(name, root=root, split=SPLITS[1], class_map=index)
     class_names = sorted(index, key=index.__getitem__) if index else None
     if hold:
         train, val = (_hold(one, loading) for one in sets)

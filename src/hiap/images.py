@@ -47,7 +47,8 @@ class Loading:
         device: of the batches.
         workers: loader processes.
         strict: raise on an image that cannot be read instead of replacing it by another of its batch.
-        interpolation, crop_pct: how a loader resizes, and which share of the image validation sees, in timm's words.
+        interpolation, crop_pct, crop_mode: how a loader resizes, and which part of an image validation sees, in timm's
+            words.
     """
 
     size: tuple[int, int]
@@ -60,6 +61,7 @@ class Loading:
     channels: int = 3
     interpolation: str = "bicubic"
     crop_pct: float | None = None
+    crop_mode: str | None = None
 
     @property
     def mode(self) -> str:
@@ -87,7 +89,7 @@ class Loading:
         for op in (op for step in vary.transforms for op in getattr(step, "ops", ())):
             if op.name.startswith("Posterize"):
                 op.aug_fn = _posterize
-        return vary, create_transform(**common, crop_pct=self.crop_pct)
+        return vary, create_transform(**common, crop_pct=self.crop_pct, crop_mode=self.crop_mode)
 
 
 def mix_seed(*parts: int) -> int:

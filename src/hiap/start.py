@@ -15,7 +15,7 @@ from hiap.attach import attach, gates
 from hiap.budget import Controller, Floors, Target
 from hiap.config import Config, ConfigError
 from hiap.cost import Cost, MacCost, ParamCost, macs
-from hiap.data import Augmentation, Data, open_data
+from hiap.data import Augmentation, ByteData, Data, open_data
 from hiap.families import timm as family
 from hiap.families.timm import ViT
 from hiap.images import Loading
@@ -25,6 +25,7 @@ from hiap.schedule import Schedule
 
 __all__ = [
     "dense_model",
+    "fit_classifier",
     "load_data",
     "make_controller",
     "make_cost",
@@ -61,6 +62,24 @@ def dense_model(config: Config) -> ViT:
             f"the pretrained weights of {config.model} cannot be had ({error}). Pass --weights FILE, or "
             "--no-pretrained (with --dense-epochs) to begin without"
         ) from error
+
+
+def fit_classifier(config: Config, model: ViT, classes: int) -> None:
+    """Give the model as many classes as the data has.
+
+    Raises:
+        ConfigError: it would have to teach itself with a new, random classifier.
+    """
+    if model.num_classes == classes:
+        return
+    trained = config.weights is not None or config.pretrained
+    if trained and config.teacher == "self" and config.distill_weight and not config.dense_epochs:
+        raise ConfigError(
+            f"the weights of {config.model} are for {model.num_classes} classes, the data has {classes}: with a new "
+            "classifier the dense model has nothing to teach. Pass --weights FILE of one trained on this data, "
+            "--dense-epochs N to train it first, or --teacher none"
+        )
+    model.reset_classifier(classes)
 
 
 def other_teacher(config: Config, classes: int, channels: int) -> nn.Module | None:
@@ -140,10 +159,12 @@ def normalisation(config: Config, model: ViT) -> Normalisation:
     return tuple(mean), tuple(std)
 
 
-def note_preprocessing(model: ViT, norm: Normalisation) -> None:
-    """Let the model itself say what it is trained on, for whoever loads it: size, normalisation and classes."""
+def note_preprocessing(model: ViT, norm: Normalisation, data: Data) -> None:
+    """Let the model itself say what it is trained on, for whoever loads it: size, normalisation, crop and classes."""
     size = (model.patch_embed.proj.in_channels, *family.image_size(model))
     own = {"input_size": size, "mean": norm[0], "std": norm[1], "num_classes": model.num_classes}
+    if isinstance(data, ByteData):  # holds whole images, of one size
+        own |= {"crop_pct": 1.0, "crop_mode": "squash"}
     model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, **own}
 
 
@@ -159,8 +180,7 @@ def load_data(config: Config, model: ViT, device: torch.device) -> Data:
         workers=config.workers,
         strict=config.strict_data,
         channels=model.patch_embed.proj.in_channels,
-        interpolation=own["interpolation"],
-        crop_pct=own["crop_pct"],
+        **{name: own[name] for name in ("interpolation", "crop_pct", "crop_mode")},
     )
     return open_data(config.data, loading, config.data_device != "loader", config.model_args.get("num_classes"))
 
@@ -187,8 +207,7 @@ def plan(config: Config) -> list[str]:
     model = dense_model(config)
     family.sites(model)
     data = load_data(config, model, torch.device("cpu"))
-    if model.num_classes != data.classes:
-        model.reset_classifier(data.classes)
+    fit_classifier(config, model, data.classes)
     other_teacher(config, data.classes, model.patch_embed.proj.in_channels)
     kinds = config.gate_kinds(any(site.qk_norm for site in family.sites(model)))
     dense = macs(model)

@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import safetensors.torch
-import timm
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from timm.data import Mixup
@@ -50,12 +49,12 @@ from hiap.optimizer import carry_optimizer, pack_optimizer, unpack_optimizer
 from hiap.progress import Progress, epoch_line
 from hiap.start import (
     dense_model,
+    fit_classifier,
     load_data,
     make_controller,
     make_cost,
     make_schedule,
     make_teacher,
-    model_arguments,
     normalisation,
     note_preprocessing,
     other_teacher,
@@ -133,9 +132,8 @@ class Run:
         family.sites(model)
         self.norm = normalisation(config, model)
         self.data = data or load_data(config, model, self.device)
-        if model.num_classes != self.data.classes:
-            model.reset_classifier(self.data.classes)
-        note_preprocessing(model, self.norm)
+        fit_classifier(config, model, self.data.classes)
+        note_preprocessing(model, self.norm, self.data)
         self.dense = model.to(self.device)
         self.dense_macs = macs(model)
         self.per_epoch = steps_per_epoch(config, self.data)
@@ -180,6 +178,7 @@ class Run:
         if self.stage == "dense":
             self.raw = self.dense
         elif self.stage == "search":
+            self.start = copy.deepcopy(self.dense).cpu().eval()
             self.teacher = make_teacher(config, self.dense, self.norm, self.other_teacher)
             if fresh and (config.align_heads if config.align_heads is not None else config.target):
                 self._align()
@@ -275,12 +274,11 @@ class Run:
         first = self.step
         self.progress.restart()
         while self.step < end:
-            started = time.perf_counter()
+            started, spent = time.perf_counter(), 0.0
             offset = 0 if self.stage == "dense" else self.config.dense_epochs
-            stage = self.stage
             batches = self.data.train(epoch + offset, position, self.config.batch_size, self.rank, self.world)
             for x, y in batches:
-                terms = self.train_step(x, y)
+                terms, stage = self.train_step(x, y), self.stage
                 self.step += 1
                 due = self.step % (self.config.checkpoint_every or self.per_epoch) == 0
                 if self.device.type == "cpu" or self.step % 10 == 0 or due or self._terminated:
@@ -291,15 +289,15 @@ class Run:
                     self.progress.show(now, self.config.batch_size, self.config.target, self.step - first, end - first)
                 if self.stage == "search" and self.step == min(self.schedule.freeze, end):
                     self.freeze()
-                if self.step % self.per_epoch == 0:
-                    self.seconds += time.perf_counter() - started
-                    self._log(stage, terms, time.perf_counter() - started)
+                ends, stopping = self.step % self.per_epoch == 0, self._stopping()
+                if ends or due or stopping:
+                    took = time.perf_counter() - started
+                    self.seconds, spent = self.seconds + took, spent + took
+                    if ends:
+                        self._log(stage, terms, spent)
+                    if due or stopping:
+                        self.save_checkpoint()
                     started = time.perf_counter()
-                stopping = self._stopping()
-                if due or stopping:
-                    self.seconds += time.perf_counter() - started
-                    started = time.perf_counter()
-                    self.save_checkpoint()
                 if stopping:
                     raise SystemExit(143)
                 if self.step >= end:
@@ -453,6 +451,7 @@ class Run:
         }
 
     def _log(self, stage: str, terms: dict[str, Tensor], seconds: float) -> None:
+        """Write what an epoch did; it counts for the stage of its last step."""
         epoch = self.step // self.per_epoch
         course = self.record.setdefault("course", {}).setdefault(stage, {"epochs": 0, "seconds": 0.0})
         course["epochs"] += 1
@@ -599,7 +598,7 @@ class Run:
         self.accelerator.wait_for_everyone()
         if self.config.trackers:
             self.accelerator.end_training()
-        return Result(model, self._dense_again(), self.out / "compact", self.record, self.main)
+        return Result(model, self.start.to(self.device), self.out / "compact", self.record, self.main)
 
     def _timed(self, model: ViT, cost: LatencyCost) -> dict[str, Any]:
         """What the table predicts, and what the clock says where this is the device of the table."""
@@ -617,12 +616,6 @@ class Run:
             except (RuntimeError, ValueError) as error:
                 warnings.warn(f"the result is saved, but its time cannot be measured here: {error}", stacklevel=2)
         return found
-
-    def _dense_again(self) -> ViT:
-        """The dense model: the teacher where it is its own, else built anew (its speed is what is asked for)."""
-        if self.config.teacher == "self" and self.teacher is not None:
-            return self.teacher.model
-        return timm.create_model(self.config.model, **model_arguments(self.config)).to(self.device)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

@@ -122,6 +122,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["bench", folder, "--against", "none", *quick]) == 0
     assert main(["bench", *quick]) == 1
     assert "give either a folder, or both --model and --topology" in capsys.readouterr().err
+    for wrong, message in (
+        ([folder, "--img-size", "32"], "--img-size and --round-to go with --model"),
+        (["--model", "m", "--topology", "t", "--against", "none"], "--against goes with a folder"),
+        ([folder, "--json", folder], "cannot be written: it is a folder"),
+        ([folder, "--device", "meta"], "--device must be cuda or cpu; found 'meta'"),
+    ):
+        assert main(["bench", *wrong]) == 1 and message in capsys.readouterr().err
     if not torch.cuda.is_available():
         assert main(["bench", folder, "--device", "cuda"]) == 1
         assert "no CUDA device here" in capsys.readouterr().err

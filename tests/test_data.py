@@ -76,6 +76,12 @@ def test_broken_images_are_skipped_with_a_count_or_refused(photos: Path, hold: b
         list(opened(photos, hold=hold, strict=True).train(0, 0, 24, 0, 1))
 
 
+def test_broken_images_are_not_scored(photos: Path) -> None:
+    (photos / "val/cat/1.png").write_bytes(b"not an image")
+    with pytest.warns(UserWarning, match="skipped"):
+        assert labels(list(opened(photos).val(3))) == [0, 0, 0, 1, 1, 1, 1]
+
+
 def test_the_strongest_augmentation_works(photos: Path) -> None:
     strong = Augmentation(crop=1.0, flip=0.0, policy="rand-m10-n8-inc1", erase=0.0)
     data = opened(photos, augmentation=strong, strict=True)

@@ -4,6 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import timm
+from safetensors.torch import save_file
 
 import hiap
 from conftest import make
@@ -78,7 +80,9 @@ def test_cli_plans_prints_and_refuses(tmp_path: Path, capsys: pytest.CaptureFixt
     text = capsys.readouterr().out
     assert "target: 30%" in text and "ratio:\n- 2.0\n- 1.0" in text and "keep_blocks:\n- 0\n- 1" in text
     assert main(["plan", "--target", "1%"]) == 1
-    assert "out of reach" in capsys.readouterr().err
+    assert re.search(r"target of [\d.]+ kMACs \(1.0%\) is out of reach: .* up to [\d.]+ MMACs", capsys.readouterr().err)
+    assert main(["plan", "--target", "100K params"]) == 0
+    assert "(100 kparameters)" in capsys.readouterr().out
     assert main(["prune", "--epochs", "0", "--lr", "-1"]) == 1
     assert "epochs must be at least 1; found 0\n  lr must be positive" in capsys.readouterr().err
     assert (
@@ -94,6 +98,41 @@ def test_cli_plans_prints_and_refuses(tmp_path: Path, capsys: pytest.CaptureFixt
         assert main([*command, "--model", "resnet18", "--no-pretrained", "--target", "50%"]) == 1
         assert "it is not a timm VisionTransformer" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "nope", "--no-pretrained"], "timm cannot make the model nope: Unknown model"),
+        (["--model", "resnet18", "--img-size", "64"], r"timm cannot make the model resnet18 with \{'img_size': 64\}"),
+        (["--weights", "README.md", "--model", "test_vit"], "README.md does not hold weights"),
+        (["--weights", "other.safetensors", "--model", "test_vit"], r"does not fit the model test_vit: size .*more\)"),
+        (["--data", "empty", "--model", "test_vit", "--no-pretrained"], "'empty' cannot be read: Found 0 images"),
+    ],
+)
+def test_what_cannot_be_opened_is_said_in_one_line(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for split in ("train", "val"):
+        (tmp_path / "empty" / split / "cat").mkdir(parents=True)
+    (tmp_path / "README.md").write_text("no weights")
+    save_file(timm.create_model("test_vit", embed_dim=32, num_heads=2).state_dict(), tmp_path / "other.safetensors")
+    assert main(["plan", "--target", "50%", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert re.search(message, error) and error.count("\n") == 1
+
+
+def test_evaluation_refuses_other_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make("one_channel", num_classes=10).float()
+    compact = hiap.extract(model, hiap.Topology.from_counts(model, heads=[1, 2, 3]))
+    hiap.save(compact, tmp_path / "compact", class_names=["zero", *"123456789"])
+    assert main(["evaluate", str(tmp_path / "compact"), "--data", "digits"]) == 1
+    assert "other classes: 'zero' stands where the data has '0'" in capsys.readouterr().err
 
 
 def test_evaluation_needs_no_training_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -332,7 +332,9 @@ class TestReliability:
         assert hiap.macs(hiap.load(out / "compact")) > 0
 
     def test_folders_in_use_or_of_another_run_are_refused(self, tmp_path: Path) -> None:
+        RunFolder(tmp_path / "run", "seed: 2\n", resume=False).close()  # without a checkpoint it holds no run
         first = RunFolder(tmp_path / "run", "seed: 0\n", resume=False)
+        first.save(1, {"x": torch.ones(2)}, {"step": 1})
         with pytest.raises(RunError, match="is in use by another run"):
             RunFolder(tmp_path / "run", "seed: 0\n", resume=True)
         first.close()
@@ -375,6 +377,11 @@ class TestConfig:
             "granularities must be",
         ):
             assert text in str(caught.value)
+        late = {"eval_every": 0, "min_heads": -1, "seed": -1, "checkpoint_every": 0, "clip_grad": -1.0}
+        late |= {"policy": "nonsense", "opt": "nope"}
+        with pytest.raises(ConfigError) as caught:
+            read_config("digits", late)
+        assert all(f"\n  {name} must be" in str(caught.value) for name in late)
         with pytest.raises(ConfigError, match=r"unknown option 'epoch'\n.*lr must be float; found 'high'"):
             read_config("digits", {"epoch": 3, "lr": "high"})
         with pytest.raises(ConfigError, match="give either target, or lambda_macro"):

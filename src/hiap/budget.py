@@ -132,8 +132,9 @@ class Controller:
         self.low = self.allocation.least
         if not self.low <= target < self.dense_cost:
             raise BudgetError(
-                f"target {target:.4g} is out of reach: floors, gates and the ratio {ratio[0]:g}:{ratio[1]:g} allow "
-                f"{self.low:.4g} ({self.low / self.dense_cost:.1%}) up to {self.dense_cost:.4g} (100%, the dense model)"
+                f"a target of {cost.say(target)} ({target / self.dense_cost:.1%}) is out of reach: floors, gates and "
+                f"the ratio {ratio[0]:g}:{ratio[1]:g} allow {cost.say(self.low)} ({self.low / self.dense_cost:.1%}) up "
+                f"to {cost.say(self.dense_cost)} (100%, the dense model)"
             )
 
     def observe(self, reduce: Callable[[Tensor], Tensor] = lambda x: x, scale: float = 1.0) -> None:

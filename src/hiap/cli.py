@@ -91,8 +91,9 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument(
         "--data", required=True, help="folder with train/ and val/, NAME:ROOT of timm (see hiap prune), or 'digits'"
     )
-    evaluate.add_argument("--batch-size", type=int, default=256, help="images at a time (default 256)")
+    evaluate.add_argument("--batch-size", type=_positive, default=256, help="images at a time (default 256)")
     evaluate.add_argument("--workers", type=int, default=4, help="loader processes (default 4)")
+    evaluate.add_argument("--strict-data", action="store_true", help="fail on an image that cannot be read")
     info = add(
         "info",
         _info,
@@ -108,11 +109,11 @@ def _parser() -> argparse.ArgumentParser:
 def _add_bench(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("folder", nargs="?", help="a folder written by hiap.save; or give --model and --topology")
-    add("--against", default="dense", help="'dense' (default), 'none', or the folder of another model")
+    add("--against", help="of a folder: 'dense' (default), 'none', or the folder of another model")
     add("--model", help="timm name of a dense model, with random weights")
     add("--topology", help="what to keep of it: a JSON file, deit_base_10.1g or deit_base_7.4g")
     add("--img-size", type=_positive, help="input size of --model")
-    add("--round-to", type=_positive, default=8, help="multiple that its widths are rounded to (default 8)")
+    add("--round-to", type=_positive, help="multiple that its widths are rounded to (default 8)")
     add("--device", help="cuda or cpu; CUDA by default where there is any")
     add("--batch", type=_listed(_positive), metavar="A,B", help="images at a time (default 1,256)")
     add(
@@ -180,9 +181,12 @@ def _positive(text: str) -> int:
 def _listed(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     def read(text: str) -> list[Any]:
         try:
-            return [kind(part) for part in text.split(",") if part]
+            found = [kind(part) for part in text.split(",") if part]
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"must be values with commas between them: {error}") from error
+        if text and not found:
+            raise argparse.ArgumentTypeError(f"must be values with commas between them; found {text!r}")
+        return found
 
     return read
 
@@ -233,9 +237,9 @@ def _report(result: Any) -> None:
     for row in rows:
         print(f"{row[0]:18} {row[1]:>12} {row[2]:>12}  {row[3]}")
     search, recover = (record["course"].get(stage) for stage in ("search", "recover"))
-    if search and recover:
-        saved = recover["epochs"] * search["seconds"] / search["epochs"] - recover["seconds"]
-        print(f"training took {record['seconds']:.0f} s; at the speed before the shrink, about {saved:.0f} s more")
+    saved = recover["epochs"] * (search["fastest"] - recover["fastest"]) if search and recover else 0.0
+    shrink = f"; without the shrink it were about {saved:.0f} s more" if saved >= 0.5 and record["shrunk"] else ""
+    print(f"training took {record['seconds']:.0f} s{shrink}")
     print(f"realised: {speed / cut:.0%} of the MAC cut of {cut:.2f}x")
     print(
         f"gates: soft top-1 {record['soft_top1_start']:.2f} % at step 0; at the freeze {record['undecided']:.0%} "
@@ -284,12 +288,17 @@ def _evaluate(options: argparse.Namespace) -> int:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = hiap.load(options.folder, device)
-    config = Config(data=options.data, workers=options.workers, model_args={"num_classes": model.num_classes})
+    classes = {"num_classes": model.num_classes}
+    config = Config(data=options.data, workers=options.workers, strict_data=options.strict_data, model_args=classes)
     data = load_data(config, model, device)
     if data.classes != model.num_classes:
         raise ValueError(f"the model has {model.num_classes} classes, the data {data.classes}")
+    own, names = getattr(model, "class_names", None), data.class_names
+    if own and names and own != names:
+        first = next((a, b) for a, b in zip(own, names, strict=True) if a != b)
+        raise ValueError(f"the model was trained on other classes: {first[0]!r} stands where the data has {first[1]!r}")
     scores = evaluate(model, data, options.batch_size)
-    print(f"top-1 {scores['top1']:.2f} %  top-5 {scores['top5']:.2f} %  {data.val_size} images")
+    print(f"top-1 {scores['top1']:.2f} %  top-5 {scores['top5']:.2f} %  {scores['images']} images")
     return 0
 
 
@@ -318,8 +327,10 @@ def _device(name: str | None) -> Any:
 
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise ValueError(f"--device must be cuda or cpu; found {name!r}") from error
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cuda", "cpu"):
+        raise ValueError(f"--device must be cuda or cpu; found {name!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("there is no CUDA device here; pass --device cpu")
     return device
@@ -327,8 +338,12 @@ def _device(name: str | None) -> Any:
 
 def _writable(path: str | None) -> None:
     """Raise before any work where a file cannot be written after it."""
-    if path is not None and not Path(path).absolute().parent.is_dir():
+    if path is None:
+        return
+    if not Path(path).absolute().parent.is_dir():
         raise ValueError(f"{path} cannot be written: there is no folder {Path(path).absolute().parent}")
+    if Path(path).is_dir():
+        raise ValueError(f"{path} cannot be written: it is a folder")
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -361,13 +376,18 @@ def _networks(options: argparse.Namespace) -> dict[str, Any]:
 
     if (options.folder is None) == (options.model is None) or (options.model is None) != (options.topology is None):
         raise ValueError("give either a folder, or both --model and --topology")
+    if options.model and options.against:
+        raise ValueError("--against goes with a folder; --model is timed against itself")
+    if options.folder and (options.img_size or options.round_to):
+        raise ValueError("--img-size and --round-to go with --model; a folder is timed as it is")
     if options.model:
         dense = _random_model(options)
-        return {"dense": dense, "compact": hiap.extract(dense, find_topology(options.topology), options.round_to)}
+        topology = find_topology(options.topology)
+        return {"dense": dense, "compact": hiap.extract(dense, topology, options.round_to or 8)}
     compact = hiap.load(options.folder)
     if options.against == "none":
         return {"compact": compact}
-    if options.against == "dense":
+    if options.against in (None, "dense"):
         return {"dense": dense_like(compact), "compact": compact}
     return {"the other": hiap.load(options.against), "compact": compact}
 
@@ -382,6 +402,8 @@ def _random_model(options: argparse.Namespace) -> Any:
 
 
 def _measure(options: argparse.Namespace) -> int:
+    from hiap.families.timm import sites
+    from hiap.latency import LatencyCost
     from hiap.measuring import measure
 
     device, start = _device(options.device), time.perf_counter()
@@ -389,9 +411,13 @@ def _measure(options: argparse.Namespace) -> int:
     model = _random_model(options).to(device)
     found = measure(model, device, options.dtype, options.batch, options.unit, options.mode, options.model, say=print)
     found.save(options.output)
+    parts = LatencyCost(model, found).of_widths(model, [site.widths for site in sites(model)])
     print(
-        f"{found.device}, {found.precision}, batch {found.batch}: the dense model takes {found.dense:.3f} {found.unit}"
+        f"{found.device}, {found.precision}, batch {found.batch}: dense {found.dense:.3f} {found.unit}, "
+        f"{parts:.3f} {found.unit} by the table, which targets are read on"
     )
+    if abs(parts / found.dense - 1) > 0.1:
+        print("the two are more than 10 % apart: the device was busy, or is too uneven for its parts to add up")
     print(f"saved in {options.output}, after {time.perf_counter() - start:.0f} s")
     return 0
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from timm.data import create_transform
+from timm.optim import list_optimizers
 
 from hiap.attach import PAPER
 from hiap.budget import BudgetError, Target
@@ -162,7 +164,7 @@ class Config:
         share = "a share from 0 to 1"
         rules = [
             (name, "at least 1", getattr(self, name) >= 1)
-            for name in ("epochs", "batch_size", "accumulate", "round_to")
+            for name in ("epochs", "batch_size", "accumulate", "round_to", "eval_every")
         ]
         for name in (
             "lr",
@@ -200,8 +202,14 @@ class Config:
             ("gate_mode", "importance or gradient", self.gate_mode in ("importance", "gradient")),
             ("data_device", "loader, cpu or cuda", self.data_device in ("loader", "cpu", "cuda")),
             ("trackers", f"some of {', '.join(TRACKERS)}", set(self.trackers) <= set(TRACKERS)),
-            ("dense_epochs", "at least 0", self.dense_epochs >= 0),
-            ("workers", "at least 0", self.workers >= 0),
+            *(
+                (name, "at least 0", getattr(self, name) >= 0)
+                for name in ("dense_epochs", "workers", "seed", "min_heads", "min_lr", "warmup_epochs", "weight_decay")
+            ),
+            ("checkpoint_every", "at least 1", self.checkpoint_every is None or self.checkpoint_every >= 1),
+            ("clip_grad", "positive", self.clip_grad is None or self.clip_grad > 0),
+            ("opt", "one of timm's optimisers", self.opt.removeprefix("lookahead_") in list_optimizers()),
+            ("policy", "one of timm's, such as rand-m9-mstd0.5-inc1", _policy(self.policy)),
             *(
                 (name, "a file that exists", _file(getattr(self, name)))
                 for name in ("weights", "teacher_weights", "cost")
@@ -222,6 +230,14 @@ class Config:
     def to_yaml(self) -> str:
         text: str = yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)
         return text
+
+
+def _policy(name: str | None) -> bool:
+    try:
+        create_transform((3, 32, 32), is_training=True, auto_augment=name)
+    except (AssertionError, KeyError, ValueError):
+        return False
+    return True
 
 
 def _file(name: str | None) -> bool:

@@ -120,8 +120,10 @@ class Cost:
         outside: cost of everything but the blocks.
         fixed: cost of what no gate can remove: stem, classifier, protected blocks, ungated units.
         dense: the prunable cost with everything open; losses are divided by it.
+        unit: what it is counted in.
     """
 
+    unit = "MACs"
     outside: float
     fixed: float
     dense: float
@@ -137,6 +139,11 @@ class Cost:
     def micro(self, counts: Counts) -> Tensor:
         """Cost of what heads and FFNs have in them."""
         raise NotImplementedError
+
+    def say(self, value: float) -> str:
+        """A cost in words."""
+        prefix, size = next(((p, s) for p, s in (("G", 1e9), ("M", 1e6), ("k", 1e3)) if value >= s), ("", 1.0))
+        return f"{value / size:.4g} {prefix}{self.unit}"
 
     def price(self, site: Site, widths: Widths) -> float:
         """What a block of these widths is charged where units compete for the budget: its cost."""
@@ -229,6 +236,8 @@ class MacCost(LinearCost):
 
 class ParamCost(LinearCost):
     """Parameters. Linear in the units but for what goes with a whole branch (norm, bias, layer scale)."""
+
+    unit = "parameters"
 
     def __init__(self, model: nn.Module) -> None:
         logits = {id(gate.logit) for gate in gates(model)}

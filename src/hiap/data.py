@@ -172,21 +172,21 @@ class FolderData:
             [(epoch, i) for i in indices[p * batch + rank * batch // world : p * batch + (rank + 1) * batch // world]]
             for p in range(start, self.train_size // batch)
         ]
-        yield from self._load(self._train, batches)
+        yield from deliver(self._load(self._train, batches), self.loading.device)
 
     def val(self, batch: int) -> Iterator[Batch]:
         keys = [(0, i) for i in range(self.val_size)]
-        yield from self._load(self._val, [keys[i : i + batch] for i in range(0, len(keys), batch)])
+        loader = self._load(self._val, [keys[i : i + batch] for i in range(0, len(keys), batch)])
+        yield from deliver(loader, self.loading.device, filled=False)
 
-    def _load(self, dataset: _Varied, batches: list[list[tuple[int, int]]]) -> Iterator[Batch]:
-        loader = DataLoader(
+    def _load(self, dataset: _Varied, batches: list[list[tuple[int, int]]]) -> DataLoader[Any]:
+        return DataLoader(
             dataset,
             batch_sampler=_Listed(batches),
             num_workers=self.loading.workers,
             collate_fn=collate,
             pin_memory=self.loading.device.type == "cuda",
         )
-        return deliver(loader, self.loading.device)
 
 
 class _Listed(Sampler[list[tuple[int, int]]]):
@@ -285,7 +285,10 @@ def open_data(data: str, loading: Loading, hold: bool = False, classes: int | No
         if classes is None:
             raise ValueError(f"{data} does not say how many classes it has: pass --model-args '{{\"num_classes\": N}}'")
         return StreamData(first, second, classes, loading)
-    sets = [create_dataset(name, root=root, split=split, is_training=split == "train") for split in SPLITS]
+    try:
+        sets = [create_dataset(name, root=root, split=split, is_training=split == "train") for split in SPLITS]
+    except RuntimeError as error:
+        raise ValueError(f"--data {data!r} cannot be read: {error}") from error
     index, other = (getattr(getattr(one, "reader", None), "class_to_idx", {}) for one in sets)
     if index != other:  # validation has labels of its own: it gets those of training
         if more := sorted(set(other) - set(index)):

@@ -21,7 +21,7 @@ def evaluate(
     batch: int = 256,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, float]:
-    """Top-1 and top-5 in percent. The model is used in the mode it is in."""
+    """Top-1 and top-5 in percent, and how many images were seen. The model is used in the mode it is in."""
     right = torch.zeros(2)
     seen = 0
     device = next(model.parameters()).device
@@ -32,4 +32,4 @@ def evaluate(
         best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == y.unsqueeze(1)
         right += torch.stack([best[:, 0].sum(), best.sum()]).cpu()
         seen += len(y)
-    return {"top1": 100 * right[0].item() / seen, "top5": 100 * right[1].item() / seen}
+    return {"top1": 100 * right[0].item() / seen, "top5": 100 * right[1].item() / seen, "images": seen}

@@ -117,20 +117,26 @@ def transform(change: Any, image: Image.Image, seed: int) -> Tensor:
             np.random.set_state(state[1])
 
 
-def deliver(loaded: Iterable[tuple[Tensor, Tensor, int]], device: torch.device) -> Iterator[Batch]:
-    """Batches on the device; what was skipped is warned of when it first happens, and counted at the end."""
+def deliver(loaded: Iterable[tuple[Tensor, Tensor, int]], device: torch.device, filled: bool = True) -> Iterator[Batch]:
+    """Batches on the device; what was skipped is warned of when it first happens, and counted at the end.
+
+    Args:
+        filled: with what `collate` put in place of lost images.
+    """
     skipped = 0
     for images, labels, lost in loaded:
         if lost and not skipped:
             warnings.warn("some images cannot be read and are skipped; --strict-data makes this an error", stacklevel=2)
         skipped += lost
+        if lost and not filled:
+            images, labels = images[:-lost], labels[:-lost]
         yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
     if skipped:
         warnings.warn(f"{skipped} images were skipped in this pass", stacklevel=2)
 
 
 def collate(samples: list[tuple[Tensor, int] | None]) -> tuple[Tensor, Tensor, int]:
-    """Stack what was read; a lost image is replaced by another of the batch, so that its size stays."""
+    """Stack what was read; for each lost image another of the batch is put at the end, so that its size stays."""
     read = [sample for sample in samples if sample is not None]
     if not read:
         raise ValueError("no image of a whole batch can be read; is this an image data set?")

@@ -149,7 +149,7 @@ class LatencyCost(Cost):
     ) -> None:
         table.check()
         _check_fit(model, table, device, precision)
-        self.table = table
+        self.table, self.unit = table, table.unit
         self.outside = self.fixed = table.outside
         attention = _rising(torch.tensor(table.attention, dtype=torch.float64))
         gone = torch.zeros(1, *attention.shape[1:], dtype=torch.float64)

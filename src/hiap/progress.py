@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-__all__ = ["Progress", "epoch_line"]
+__all__ = ["Progress", "Stopwatch", "epoch_line"]
 
 TERMS = ("task", "distill", "macro", "micro", "feasible_head", "feasible_dim", "feasible_ffn")
 
@@ -35,6 +35,18 @@ def _state(line: dict[str, Any], target: str | None) -> list[str]:
     if "open_heads" in line:
         parts.append(f"open {line['open_heads']} heads, {line['open_blocks']} FFNs")
     return parts
+
+
+class Stopwatch:
+    """Seconds, lap by lap."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        before, self._since = self._since, time.perf_counter()
+        return self._since - before
 
 
 class Progress:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from pickle import UnpicklingError
 from typing import Any
 
 import safetensors.torch
 import timm
 import torch
+from safetensors import SafetensorError
 from timm.data import resolve_data_config
 from torch import Tensor, nn
 
@@ -40,6 +42,7 @@ __all__ = [
     "steps_per_epoch",
 ]
 
+NESTED = ("state_dict_ema", "state_dict", "model_ema", "model")  # where training scripts put the weights
 Normalisation = tuple[tuple[float, ...], tuple[float, ...]]  # mean and std, a value a channel
 
 
@@ -50,18 +53,32 @@ def dense_model(config: Config) -> ViT:
         state = read_weights(config.weights)
         if "head.weight" in state:
             arguments["num_classes"] = state["head.weight"].shape[0]
-        model = timm.create_model(config.model, **arguments)
-        model.load_state_dict(state)
+        model = _create(config.model, False, arguments)
+        _load(model, state, config.weights, f"model {config.model}")
         return model
+    return _create(config.model, config.pretrained, arguments)
+
+
+def _create(name: str, pretrained: bool, arguments: dict[str, Any]) -> Any:
     try:
-        return timm.create_model(config.model, pretrained=config.pretrained, **arguments)
-    except (OSError, RuntimeError, ValueError) as error:
-        if not config.pretrained:
-            raise
-        raise ConfigError(
-            f"the pretrained weights of {config.model} cannot be had ({error}). Pass --weights FILE, or "
-            "--no-pretrained (with --dense-epochs) to begin without"
-        ) from error
+        return timm.create_model(name, pretrained=pretrained, **arguments)
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        if pretrained and timm.is_model(name) and not isinstance(error, TypeError):
+            raise ConfigError(
+                f"the pretrained weights of {name} cannot be had ({error}). Pass --weights FILE, or --no-pretrained "
+                "(with --dense-epochs) to begin without"
+            ) from error
+        given = f" with {arguments}" if arguments else ""
+        raise ConfigError(f"timm cannot make the model {name}{given}: {error}") from error
+
+
+def _load(model: nn.Module, state: dict[str, Tensor], file: str, what: str) -> None:
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        lines = [line.strip() for line in str(error).splitlines()[1:]]
+        rest = f" (and {len(lines) - 3} more)" if len(lines) > 3 else ""
+        raise ConfigError(f"{file} does not fit the {what}: {' '.join(lines[:3])}{rest}") from error
 
 
 def fit_classifier(config: Config, model: ViT, classes: int) -> None:
@@ -100,12 +117,7 @@ def other_teacher(config: Config, classes: int, channels: int) -> nn.Module | No
             f"the teacher {config.teacher} cannot be had ({error}). Pass --teacher-weights FILE, or --teacher self"
         ) from error
     if given is not None:
-        try:
-            model.load_state_dict(read_weights(given))
-        except RuntimeError as error:
-            raise ConfigError(
-                f"{given} does not fit the teacher {config.teacher} with the {classes} classes of the data: {error}"
-            ) from error
+        _load(model, read_weights(given), given, f"teacher {config.teacher} with the {classes} classes of the data")
     own = getattr(model, "num_classes", None), resolve_data_config({}, model=model)["input_size"][0]
     if own != (classes, channels):
         raise ConfigError(
@@ -134,15 +146,20 @@ def model_arguments(config: Config) -> dict[str, Any]:
 
 
 def read_weights(path: str) -> dict[str, Tensor]:
-    if path.endswith(".safetensors"):
-        state: dict[str, Any] = safetensors.torch.load_file(path)
-    else:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        for key in ("state_dict_ema", "state_dict", "model_ema", "model"):
-            if key in state:
-                state = state[key]
-                break
-    return {name.removeprefix("module."): tensor.float() for name, tensor in state.items()}
+    """Tensors of a .safetensors file, or of one that `torch.load` reads without running code.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    try:
+        if path.endswith(".safetensors"):
+            state: dict[str, Any] = safetensors.torch.load_file(path)
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            state = next((state[key] for key in NESTED if key in state), state)
+        return {name.removeprefix("module."): tensor.float() for name, tensor in state.items()}
+    except (SafetensorError, UnpicklingError, RuntimeError, TypeError, AttributeError, EOFError) as error:
+        raise ConfigError(f"{path} does not hold weights: a .safetensors or .pth file of tensors is needed") from error
 
 
 def normalisation(config: Config, model: ViT) -> Normalisation:
@@ -221,10 +238,9 @@ def plan(config: Config) -> list[str]:
     ]
     if config.target:
         controller = make_controller(gated, config, make_cost(gated, config), config.epochs * per_epoch)
-        whole = controller.dense_cost
-        lines.append(f"reach    {controller.low / whole:.1%} to 100% of the dense cost")
-        amount = f"{controller.target:.4g} of {whole:.4g}" if config.cost else f"{controller.target / 1e9:.4g} G"
-        lines.append(f"target   {config.target} = {controller.target / whole:.1%} ({amount})")
+        whole, say = controller.dense_cost, controller.cost.say
+        lines.append(f"reach    {controller.low / whole:.1%} to 100% of the dense cost, {say(whole)}")
+        lines.append(f"target   {config.target} = {controller.target / whole:.1%} ({say(controller.target)})")
     return lines
 
 

@@ -26,7 +26,7 @@ class RunError(RuntimeError):
 
 
 class RunFolder:
-    """The folder a run writes to; held by a lock until the process ends.
+    """The folder a run writes to; held by a lock until the process ends. Without a checkpoint it holds no run yet.
 
     Raises:
         RunError: the folder is in use, holds another run, or holds a run and `resume` was not asked for.
@@ -41,7 +41,7 @@ class RunFolder:
         except OSError as error:
             raise RunError(f"{self.path} is in use by another run") from error
         file = self.path / "config.yaml"
-        if file.exists():
+        if file.exists() and checkpoints(self.path):
             if not resume:
                 raise RunError(f"{self.path} holds a run: pass --resume to go on with it, or another --out")
             found = file.read_text()

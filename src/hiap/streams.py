@@ -182,7 +182,7 @@ class StreamData:
     def val(self, batch: int) -> Iterator[Batch]:
         share = _Share(self._val, self._plain, self.classes, self.loading)
         loader = self._loader(share, batch, self._val.workers(self.loading.workers, 1), self.loading.seed)
-        yield from deliver(loader, self.loading.device)
+        yield from deliver(loader, self.loading.device, filled=False)
 
     def _loader(self, share: _Share, batch: int, workers: int, seed: int) -> DataLoader[Any]:
         return DataLoader(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import signal
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -46,7 +45,7 @@ from hiap.latency import LatencyCost
 from hiap.measuring import network_cost
 from hiap.objective import Teacher, cost_terms, distillation, feasibility_terms, task_loss
 from hiap.optimizer import carry_optimizer, pack_optimizer, unpack_optimizer
-from hiap.progress import Progress, epoch_line
+from hiap.progress import Progress, Stopwatch, epoch_line
 from hiap.start import (
     dense_model,
     fit_classifier,
@@ -229,7 +228,8 @@ class Run:
             set_topology(model, topology)
         self.record["hard_top1"] = self._accuracy()
         self.topology, self.controller = topology, None
-        if self.config.shrink and self.step < self.stop:
+        self.record["shrunk"] = self.config.shrink and self.step < self.stop
+        if self.record["shrunk"]:
             self._shrink(topology)
         else:
             set_gates(raw, temperature=self.schedule.tau_floor, noise_scale=0.0)
@@ -271,10 +271,10 @@ class Run:
 
     def _stage_loop(self, end: int) -> None:
         epoch, position = divmod(self.step, self.per_epoch)
-        first = self.step
+        first, watch = self.step, Stopwatch()
         self.progress.restart()
         while self.step < end:
-            started, spent = time.perf_counter(), 0.0
+            spent = 0.0
             offset = 0 if self.stage == "dense" else self.config.dense_epochs
             batches = self.data.train(epoch + offset, position, self.config.batch_size, self.rank, self.world)
             for x, y in batches:
@@ -287,17 +287,18 @@ class Run:
                     if self.stage == "search":
                         now["temperature"] = self.schedule.temperature(self.step)
                     self.progress.show(now, self.config.batch_size, self.config.target, self.step - first, end - first)
-                if self.stage == "search" and self.step == min(self.schedule.freeze, end):
-                    self.freeze()
+                freezing = self.stage == "search" and self.step == min(self.schedule.freeze, end)
                 ends, stopping = self.step % self.per_epoch == 0, self._stopping()
-                if ends or due or stopping:
-                    took = time.perf_counter() - started
+                if freezing or ends or due or stopping:
+                    took = watch.lap()
                     self.seconds, spent = self.seconds + took, spent + took
+                    if freezing:
+                        self.freeze()
                     if ends:
                         self._log(stage, terms, spent)
                     if due or stopping:
                         self.save_checkpoint()
-                    started = time.perf_counter()
+                    watch.lap()  # what is not training does not count
                 if stopping:
                     raise SystemExit(143)
                 if self.step >= end:
@@ -453,9 +454,12 @@ class Run:
     def _log(self, stage: str, terms: dict[str, Tensor], seconds: float) -> None:
         """Write what an epoch did; it counts for the stage of its last step."""
         epoch = self.step // self.per_epoch
-        course = self.record.setdefault("course", {}).setdefault(stage, {"epochs": 0, "seconds": 0.0})
+        course = self.record.setdefault("course", {}).setdefault(
+            stage, {"epochs": 0, "seconds": 0.0, "fastest": seconds}
+        )
         course["epochs"] += 1
         course["seconds"] += seconds
+        course["fastest"] = min(course["fastest"], seconds)
         line: dict[str, Any] = {
             "stage": stage,
             "step": self._global_step(),
@@ -611,8 +615,8 @@ class Run:
         if self.main and table.device == device_name(self.device):
             try:
                 with precision(table.precision) as dtype:
-                    found["measured"] = network_cost(model, self.device, dtype, table.batch, table.mode, table.unit)
-                found["dense_measured"] = table.dense
+                    like = (self.device, dtype, table.batch, table.mode, table.unit)
+                    found["dense_measured"], found["measured"] = (network_cost(n, *like) for n in (self.start, model))
             except (RuntimeError, ValueError) as error:
                 warnings.warn(f"the result is saved, but its time cannot be measured here: {error}", stacklevel=2)
         return found

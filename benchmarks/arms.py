@@ -22,6 +22,7 @@ from hiap.attach import PAPER
 from hiap.budget import Controller, Target
 from hiap.compact import Widths
 from hiap.config import Config
+from hiap.cost import expected_counts
 from hiap.data import Data
 from hiap.evaluate import evaluate
 from hiap.objective import cost_terms, feasibility_terms
@@ -41,11 +42,14 @@ class Peer(Run):
 
     def train(self) -> nn.Module:
         self.teacher = make_teacher(self.config, self.dense, self.norm, self.other_teacher)
+        if self.config.align_heads:
+            self._align()
         self.raw, self.stage, self.average = self.make(self).to(self.device), "recover", None
         self._prepare()
         self.record["top1_before"] = self._accuracy()
         self._stage_loop(self.stop)
-        network: nn.Module = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False).eval()
+        trained = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+        network: nn.Module = (self.average.module if self.average else trained).eval()
         self.record["top1"] = evaluate(network, self.data, self.config.batch_size, self.accelerator.autocast)["top1"]
         return network
 
@@ -75,13 +79,19 @@ class Peer(Run):
 
 
 class Penalised(Run):
-    """Gates learned under a penalty, cut to the target by their rank at the freeze."""
+    """Gates learned under a penalty until they meet the target, then cut to it by their rank at the freeze."""
 
     options: ClassVar[dict[str, Any]]
 
-    def penalty(self) -> dict[str, tuple[float, Tensor]]:
+    def penalty(self) -> dict[str, tuple[float | Tensor, Tensor]]:
         """Terms to add to the loss, each with its weight."""
         raise NotImplementedError
+
+    def missed(self) -> Tensor:
+        """1 as long as the expected cost is above the target, then 0."""
+        assert self.config.target is not None
+        target = Target.parse(self.config.target).absolute(self.dense_macs)
+        return (self.cost.total(expected_counts(self.raw)).detach() > target).float()
 
     def _terms(self, logits: Tensor, target: Tensor, teacher: Tensor | None) -> dict[str, Tensor]:
         terms = super()._terms(logits, target, teacher)
@@ -105,9 +115,11 @@ class L1(Penalised):
 
     options: ClassVar[dict[str, Any]] = {"noise_start": 0.0, "noise_end": 0.0, "tau_start": 1.0, "tau_floor": 1.0}
 
-    def penalty(self) -> dict[str, tuple[float, Tensor]]:
+    def penalty(self) -> dict[str, tuple[float | Tensor, Tensor]]:
         masks = torch.cat([gate.probability().flatten() for gate in hiap.gates(self.raw)])
-        return {"l1": (0.05, masks.sum())}  # at the start as strong as the task's gradient in a median mask
+        return {
+            "l1": (0.05 * self.missed(), masks.sum())
+        }  # at the start as strong as the task's gradient in a median mask
 
 
 class Paper(Penalised):
@@ -115,11 +127,11 @@ class Paper(Penalised):
 
     options: ClassVar[dict[str, Any]] = {"noise_end": 1.0}
 
-    def penalty(self) -> dict[str, tuple[float, Tensor]]:
+    def penalty(self) -> dict[str, tuple[float | Tensor, Tensor]]:
         config = self.config
         terms = cost_terms(self.raw, self.cost)
         terms |= feasibility_terms(self.raw, config.min_heads, config.min_value_dims, config.min_neurons)
-        times = 300 * self.per_epoch / self.schedule.freeze
+        times = self.missed() * 300 * self.per_epoch / self.schedule.freeze
         weights = {"macro": 0.9 * times, "micro": 0.45 * times}
         return {name: (weights.get(name, 1.0), value) for name, value in terms.items()}
 

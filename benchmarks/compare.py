@@ -18,6 +18,8 @@ with `--set` and has rows of its own. The arms of Torch-Pruning need `torch-prun
 
 import argparse
 import copy
+import functools
+import hashlib
 import json
 import statistics
 import subprocess
@@ -25,6 +27,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ from prune_tiny_imagenet import BASE, STARTS, assignments, configuration, sheets
 
 import hiap
 from hiap.bench import runner
+from hiap.budget import Target
 from hiap.compact import Widths
 from hiap.config import Config, read_config
 from hiap.data import ByteData
@@ -44,6 +48,11 @@ from hiap.timing import device_name, materialise, precision, timings
 
 KEY = ("start", "weights", "set", "target", "epochs", "like", "arm", "lr", "seed", "final")
 KEPT = ("top1", "top1_before", "dense_macs", "expected_macs", "undecided", "soft_top1", "hard_top1")
+OF_SEARCH = {  # options that arms without a search do not read
+    *("keep_blocks", "granularities", "ratio", "min_heads", "min_value_dims", "min_neurons", "gate_mode", "gate_lr"),
+    *("gate_window", "freeze_at", "shrink", "start_logit", "tau_start", "tau_decay", "tau_floor", "noise_start"),
+    *("noise_end", "ramp_start", "ramp_end", "ramp_power", "sharp_start", "sharp_end", "lambda_macro", "lambda_micro"),
+}
 CLOCK = "clock"  # instead of True (scored on the validation set) or False (held out) as the `final` of a record
 
 _DATA: dict[bool, ByteData] = {}
@@ -71,8 +80,11 @@ def data_of(options: argparse.Namespace, config: Config, final: bool, device: to
         if options.model is None:
             _DATA[final] = sheets(options.data, options.start, final, device, config.seed, options.limit)
         else:
-            data = load_data(config, dense_model(config), device)
-            assert isinstance(data, ByteData)
+            model = dense_model(config)
+            sites(model)  # refuses what is no ViT
+            data = load_data(config, model, device)
+            if not isinstance(data, ByteData):
+                raise ValueError("all arms share images that are held in memory: data_device must be cuda or cpu")
             _DATA[final] = data if final else data.held_out()
     data = copy.copy(_DATA[final])
     data.seed = config.seed
@@ -107,26 +119,29 @@ def run_arm(
         "macs": macs,
         "epoch_s": epoch_s,
         "search": search,
-        "ms": milliseconds(network, data, device),
+        **forward(network, data, device),
         "widths": widths,
     }
 
 
 def hiap_widths(options: argparse.Namespace, config: Config, final: bool | str) -> list[Widths]:
-    """What HiAP found in the run that is recorded with the same seed."""
-    for record in of(options, "hiap", final is not False):
+    """What HiAP found in the run that is recorded with the same seed, at its best rate."""
+    tried = sorted(of(options, "hiap", False), key=lambda record: -record["top1"])
+    best = [record["lr"] for record in tried]
+    for record in sorted(of(options, "hiap", final is not False), key=lambda record: record["lr"] not in best[:1]):
         if record["seed"] == config.seed:
             return [Widths(**one) for one in record["widths"]]
     raise SystemExit(f"{SCRATCH} trains HiAP's topology: run the arm hiap with seed {config.seed} first")
 
 
 @torch.inference_mode()
-def milliseconds(network: torch.nn.Module, data: ByteData, device: torch.device, batch: int = 256) -> float:
-    """A forward in bf16: a CUDA graph of eager kernels with CUDA, else eager."""
-    with precision("bf16" if device.type == "cuda" else "fp32") as dtype:
-        x = next(iter(data.val(1)))[0].to(dtype).expand(batch if device.type == "cuda" else 8, -1, -1, -1).contiguous()
-        run = runner(network.to(dtype).eval(), x, "graph" if device.type == "cuda" else "eager")
-        return statistics.median(timings([run], device, 5, 30)[0])
+def forward(network: torch.nn.Module, data: ByteData, device: torch.device) -> dict[str, Any]:
+    """Milliseconds of a forward: in bf16 and a CUDA graph of eager kernels with CUDA, else in fp32 and eager."""
+    dtype, mode, batch = ("bf16", "graph", 256) if device.type == "cuda" else ("fp32", "eager", 8)
+    with precision(dtype) as kind:
+        x = next(iter(data.val(1)))[0].to(kind).expand(batch, -1, -1, -1).contiguous()
+        run = runner(network.to(kind).eval(), x, mode)
+        return {"ms": statistics.median(timings([run], device, 5, 30)[0]), "batch": batch, "precision": dtype}
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -136,10 +151,21 @@ def read(path: Path) -> list[dict[str, Any]]:
 def setting(options: argparse.Namespace) -> tuple[str, str, str, str]:
     """What all runs of a comparison share: start, weights, options and target."""
     given = sorted(options.set) + ([f"limit={options.limit}"] if options.limit != 50 else [])
-    own = [str(part) for part in (options.model, options.img_size, options.data.name) if part]
+    own = [str(part) for part in (options.model, options.img_size, fingerprint(options.data)) if part]
     start = " ".join(own) if options.model else options.start
-    weights = Path(options.weights).name if options.weights else "pretrained"
+    weights = fingerprint(Path(options.weights)) if options.weights else "pretrained"
     return start, weights, " ".join(given), options.target
+
+
+@functools.cache
+def fingerprint(path: Path) -> str:
+    """The name of a file or folder, and digits that tell what is in it (of a folder: names and sizes) from others."""
+    if path.is_dir():
+        found = sorted((str(one.relative_to(path)), one.stat().st_size) for one in path.rglob("*") if one.is_file())
+        content = json.dumps(found).encode()
+    else:
+        content = path.read_bytes()
+    return f"{path.name} {hashlib.sha256(content).hexdigest()[:8]}"
 
 
 def of(options: argparse.Namespace, arm: str, final: bool) -> list[dict[str, Any]]:
@@ -168,8 +194,10 @@ def run(options: argparse.Namespace) -> None:
 def clock(options: argparse.Namespace) -> None:
     """Time an epoch (the fastest of a few) of each stage and a forward, of every arm that has finished runs."""
     for arm in options.arms.split(","):
-        for record in of(options, arm, True)[:1]:
-            take_record(options, arm, 1e-4, record["seed"], CLOCK, 6 if arm in GATED else 2)
+        finished = of(options, arm, True)
+        if not finished:
+            raise SystemExit(f"{arm} has no finished runs in {options.records} whose network could be timed")
+        take_record(options, arm, 1e-4, finished[0]["seed"], CLOCK, 6 if arm in GATED else 2)
 
 
 def take_record(
@@ -182,8 +210,9 @@ def take_record(
     deadline: float = float("inf"),
 ) -> None:
     """One more record, unless it is there."""
-    place = (*setting(options), epochs, options.like if final is True else None, arm, lr, seed, final)
+    place = (*setting(options), epochs, like(options) if final is True else None, arm, lr, seed, final)
     if any(tuple(record[key] for key in KEY) == place for record in read(options.records)):
+        print(f"{arm} lr {lr:g} seed {seed}: recorded already", flush=True)
         return
     if time.perf_counter() > deadline:
         raise SystemExit("out of time; the same command goes on from here")
@@ -216,17 +245,27 @@ def best_rate(options: argparse.Namespace, arm: str, rates: list[float]) -> floa
     return max(scores, key=lambda lr: scores[lr])
 
 
+def like(options: argparse.Namespace) -> str | None:
+    """Whose training time is given to all, and how many epochs that arm has."""
+    return f"{options.like} {options.epochs}" if options.like else None
+
+
 def epochs_of(options: argparse.Namespace, arm: str) -> int:
     """As many epochs as fit into the training time of the arm `--like` names; the same for all seeds."""
     records = read(options.records)
     for record in records:
-        if (*(record[key] for key in KEY[:4]), record["like"], record["arm"]) == (*setting(options), options.like, arm):
+        if (*(record[key] for key in KEY[:4]), record["like"], record["arm"]) == (
+            *setting(options),
+            like(options),
+            arm,
+        ):
             return int(record["epochs"])
-    seconds = {name: [duration(one, records) for one in of(options, name, True)] for name in (arm, options.like)}
-    if not all(seconds.values()):
-        raise SystemExit(f"--like {options.like} needs records of {arm} and {options.like} at equal epochs first")
-    mine, other = (statistics.mean(seconds[name]) for name in (arm, options.like))
-    return max(1, round(options.epochs * other / mine))
+    mine, other = (of(options, name, True) for name in (arm, options.like))
+    for name, found in ((arm, mine), (options.like, other)):
+        if not found or clocked(found[0], records)["final"] != CLOCK:
+            raise SystemExit(f"--like {options.like} needs finished runs of {name} at equal epochs, and their `clock`")
+    seconds = [statistics.mean(duration(one, records) for one in found) for found in (mine, other)]
+    return max(1, round(options.epochs * seconds[1] / seconds[0]))
 
 
 def clocked(record: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -250,7 +289,7 @@ def table(options: argparse.Namespace) -> None:
     everything = read(options.records)
     records = [
         record | {"seconds": duration(record, everything), "ms": clocked(record, everything)["ms"]}
-        for record in everything
+        for record in {tuple(record[key] for key in KEY): record for record in everything}.values()
         if record["final"] is True
     ]
     if not records:
@@ -259,7 +298,7 @@ def table(options: argparse.Namespace) -> None:
     for record in records:
         groups[record["start"], record["weights"], record["target"], record["like"] or record["epochs"]].append(record)
     for (start, _, target, length), group in groups.items():
-        words = f"the training time of {length}" if isinstance(length, str) else f"{length} epochs"
+        words = f"the training time of {length} epochs" if isinstance(length, str) else f"{length} epochs"
         print(f"\n{start}, {target} of the MACs, {words} ({group[0]['device']})\n")
         print("| arm | top-1, mean | spread | seeds | MACs | training | forward | rate |")
         print("|---|---|---|---|---|---|---|---|")
@@ -273,18 +312,21 @@ def table(options: argparse.Namespace) -> None:
 
 
 def summaries(group: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row an arm: means over its seeds, and the distance of the best from the worst."""
+    """One row an arm and rate: means over its seeds, and the distance of the best from the worst."""
     rows = []
-    for arm, variant in dict.fromkeys((record["arm"], record["set"]) for record in group):
-        own = [record for record in group if (record["arm"], record["set"]) == (arm, variant)]
+    for arm, variant, lr in dict.fromkeys((record["arm"], record["set"], record["lr"]) for record in group):
+        own = [record for record in group if (record["arm"], record["set"], record["lr"]) == (arm, variant, lr)]
         top1 = [record["top1"] for record in own]
-        mean = {key: statistics.mean(record[key] for record in own) for key in ("seconds", "ms", "top1", "lr")}
+        mean = {key: statistics.mean(record[key] for record in own) for key in ("seconds", "ms", "top1")}
         macs = statistics.mean(record["macs"] / record["dense_macs"] for record in own)
         name = f"{arm} ({variant})" if variant else arm
         rows.append(
             {
                 **mean,
                 "arm": name,
+                "lr": lr,
+                "batch": own[0]["batch"],
+                "precision": own[0]["precision"],
                 "plain": not variant,
                 "spread": max(top1) - min(top1),
                 "seeds": len(own),
@@ -303,12 +345,12 @@ def plot(groups: dict[Any, list[dict[str, Any]]], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     axes = {
         "macs": "share of the dense model's MACs",
-        "throughput": "images / s (bf16, batch 256)",
+        "throughput": "images / s",
         "seconds": "training time (s)",
     }
     by_start = defaultdict(list)
     for (start, *_), group in groups.items():
-        rows = [row | {"throughput": 256e3 / row["ms"]} for row in summaries(group)]
+        rows = [row | {"throughput": 1e3 * row["batch"] / row["ms"]} for row in summaries(group)]
         by_start[start] += [row for row in rows if row["plain"]] or rows
     for start, rows in by_start.items():
         for key, label in axes.items():
@@ -327,7 +369,8 @@ def plot(groups: dict[Any, list[dict[str, Any]]], folder: Path) -> None:
                     label=arm,
                     **style,
                 )
-            ax.set(xlabel=label, ylabel="top-1 (%)", title=start)
+            how = f" ({rows[0]['precision']}, batch {rows[0]['batch']})" if key == "throughput" else ""
+            ax.set(xlabel=label + how, ylabel="top-1 (%)", title=start)
             ax.grid(alpha=0.3)
             ax.legend(fontsize=7, ncol=2)
             figure.savefig(folder / f"{start}_{key}.png", dpi=150)
@@ -356,6 +399,32 @@ def add_options(go: argparse.ArgumentParser, function: Callable[[argparse.Namesp
     go.add_argument("--records", type=Path, required=True)
 
 
+def check(options: argparse.Namespace) -> None:
+    """Refuse what would fail, or mean something else, after hours."""
+    arms = options.arms.split(",")
+    for arm in [*arms, *([options.like] if options.like else [])]:
+        if arm not in ARMS:
+            raise ValueError(f"unknown arm {arm}; known: {', '.join(ARMS)}")
+    if any("torch_pruning" in arm for arm in arms) and find_spec("torch_pruning") is None:
+        raise ValueError("the arms of Torch-Pruning need it: pip install torch-pruning, or choose others with --arms")
+    if not options.data.is_dir():
+        raise ValueError(f"--data {options.data} is no folder")
+    if not (options.weights or options.model):
+        raise ValueError("--weights FILE is missing: those of the dense start")
+    if Target.parse(options.target).unit not in ("share", "macs"):
+        raise ValueError(f"--target must be in MACs, such as 50% or 0.6G, for all arms; found {options.target}")
+    own = {"lr": "rates", "seed": "seeds", "epochs": "epochs", "target": "target", "data": "data", "model": "model"}
+    for name in assignments(options.set):
+        if name in own:
+            raise ValueError(f"--set {name} would contradict the records: use --{own[name]}")
+        if name == "dense_epochs":
+            raise ValueError("--set dense_epochs would give arms different starts: train it first and pass --weights")
+        if name in OF_SEARCH and not set(arms).isdisjoint(PEERS):
+            peers = ", ".join(arm for arm in arms if arm in PEERS)
+            raise ValueError(f"--set {name} means nothing to {peers}: run it for the other --arms alone")
+    options.records.parent.mkdir(parents=True, exist_ok=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
@@ -366,12 +435,12 @@ def main() -> None:
     show.add_argument("--records", type=Path, required=True)
     show.add_argument("--plots", type=Path, help="folder for the plots")
     options = parser.parse_args()
-    unknown = [arm for arm in getattr(options, "arms", ARMS[0]).split(",") if arm not in ARMS]
-    if unknown:
-        raise SystemExit(f"unknown arm {unknown[0]}; known: {', '.join(ARMS)}")
-    if getattr(options, "data", None) and not (options.weights or options.model):
-        raise SystemExit("--weights FILE is missing: those of the dense start")
-    options.go(options)
+    try:
+        if options.go is not table:
+            check(options)
+        options.go(options)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"compare.py: {error}") from error
 
 
 if __name__ == "__main__":

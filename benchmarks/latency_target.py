@@ -63,7 +63,7 @@ def prepare(options: argparse.Namespace, device: torch.device) -> tuple[LatencyT
     """The table and the target of all runs; measured once."""
     file, goal = options.runs / "table.json", options.runs / "setting.json"
     names = ("start", "speedup", "mode", "batch", "epochs", "lr", "limit", "set")
-    setting = {name: getattr(options, name) for name in names}
+    setting = {"weights": Path(options.weights).name} | {name: getattr(options, name) for name in names}
     if not goal.exists():
         dense = dense_model(options, device)
         options.runs.mkdir(parents=True, exist_ok=True)
@@ -141,6 +141,8 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="time all networks and write the records here")
     options = parser.parse_args()
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     table, target = prepare(options, device)
     for seed in [int(seed) for seed in options.seeds.split(",") if seed]:

@@ -1,6 +1,7 @@
 """The comparison of methods: every arm ends at the budget, and records go on where they stopped."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from hiap.families.timm import sites
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(FOLDER))
+import compare  # noqa: E402
 from arms import LEARNED, PEERS, Peer, counted_macs, from_scratch  # noqa: E402
 
 SHAPE = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 4, "num_classes": 5}
@@ -78,12 +80,14 @@ def test_widths_from_scratch_have_other_weights(start, tmp_path: Path) -> None:
 
 def test_tables_of_records(tmp_path: Path) -> None:
     keys = {"start": "vit", "weights": "w", "set": "", "target": "50%", "epochs": 15, "like": None, "device": "gpu"}
-    keys |= {"ms": 1.0, "lr": 5e-4, "macs": 499, "dense_macs": 1000, "epoch_s": {"recover": 4.0}, "search": 0.0}
+    keys |= {"ms": 1.0, "batch": 256, "precision": "bf16", "lr": 5e-4, "macs": 499, "dense_macs": 1000}
+    keys |= {"epoch_s": {"recover": 4.0}, "search": 0.0}
     rows = [("hiap", 0, 72.0), ("hiap", 1, 73.0), ("taylor", 0, 71.0)]
     records = [{**keys, "arm": arm, "seed": seed, "top1": top1, "final": True} for arm, seed, top1 in rows]
     records[0]["search"] = records[1]["search"] = 0.4
     records.append(records[0] | {"final": False, "top1": 99})
     records.append(records[0] | {"set": "ema=0.9", "top1": 60, "search": 0})
+    records.append(records[2] | {"lr": 1e-3, "top1": 50})
     records.append(records[0] | {"final": "clock", "epochs": 6, "epoch_s": {"search": 5.0, "recover": 2.0}, "ms": 0.5})
     file = tmp_path / "records.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -92,6 +96,7 @@ def test_tables_of_records(tmp_path: Path) -> None:
     assert "| hiap | 72.50 | 1.00 | 2 | 49.90% | 48 s | 0.500 ms | 0.0005 |" in text  # 15 (0.4 * 5 + 0.6 * 2) seconds
     assert "| hiap (ema=0.9) | 60.00 | 0.00 | 1 | 49.90% | 60 s | 1.000 ms | 0.0005 |" in text
     assert text.index("| hiap") < text.index("| taylor | 71.00 | 0.00 | 1 |") < text.index("| hiap (ema")
+    assert "| taylor | 50.00 | 0.00 | 1 | 49.90% | 60 s | 1.000 ms | 0.001 |" in text  # a rate has a row of its own
 
 
 def test_a_comparison_is_run_and_timed(tmp_path: Path) -> None:
@@ -109,20 +114,57 @@ def test_a_comparison_is_run_and_timed(tmp_path: Path) -> None:
     for pair in ("precision=fp32", "data_device=cpu", "workers=0", "batch_size=16"):
         own += ["--set", pair]
 
-    def compare(command: str, *more: str) -> list[dict]:
+    def called(command: str, *more: str) -> list[dict]:
         subprocess.run([sys.executable, FOLDER / "compare.py", command, *map(str, own), *more], check=True)
         return [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
 
-    assert [r["final"] for r in compare("run", "--held-out")] == [False] * 4
-    records = compare("run")
+    assert [r["final"] for r in called("run", "--held-out")] == [False] * 4
+    records = called("run")
     assert [(r["arm"], r["final"]) for r in records[4:]] == [("hiap", True), ("taylor", True)]
     best = max(records[:2], key=lambda record: record["top1"])["lr"]
     assert records[4]["lr"] == best and all(r["macs"] <= 0.5 * r["dense_macs"] for r in records)
-    records = compare("clock")
+    records = called("clock")
     assert [(r["arm"], r["final"], sorted(r["epoch_s"])) for r in records[6:]] == [
         ("hiap", "clock", ["recover", "search"]),
         ("taylor", "clock", ["recover"]),
     ]
     assert records[6]["widths"] == records[4]["widths"]
-    *_, last = compare("run", "--like", "hiap", "--rates", "1e-3")
-    assert (last["arm"], last["like"]) == ("taylor", "hiap")
+    *_, last = called("run", "--like", "hiap", "--rates", "1e-3")
+    assert (last["arm"], last["like"]) == ("taylor", "hiap 2")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--arms hiap,slim", "unknown arm slim; known: hiap, "),
+        ("--like haip", "unknown arm haip"),
+        ("--target 2Mparams", "must be in MACs"),
+        ("--set lr=1e-3", "use --rates"),
+        ("--set dense_epochs=3", "different starts"),
+        ("--set freeze_at=0.3 --arms hiap,taylor", "means nothing to taylor"),
+        ("--data nowhere", "--data nowhere is no folder"),
+        ("--model resnet18", "it is not a timm VisionTransformer"),
+        ("--set foo=1", "unknown option 'foo'"),
+    ],
+)
+def test_comparisons_refuse_before_they_run(
+    given: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    base = "compare.py run --data . --model test_vit --arms hiap --set pretrained=false --records records.jsonl"
+    monkeypatch.setattr(sys, "argv", [*base.split(), *given.split()])
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        compare.main()
+    assert not (tmp_path / "records.jsonl").exists()
+
+
+def test_peers_may_have_aligned_heads(start, tmp_path: Path) -> None:
+    given, data = start
+    turned = []
+    for align in (False, True):
+        config = read_config(None, given | {"align_heads": align})
+        peer = Peer(config, tmp_path / str(align), data, PEERS["taylor_five"])
+        before = peer.dense.blocks[0].attn.qkv.weight.clone()
+        peer.train()
+        turned.append(not torch.equal(before, peer.dense.blocks[0].attn.qkv.weight))
+    assert turned == [False, True]

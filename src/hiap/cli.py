@@ -238,8 +238,8 @@ def _report(result: Any) -> None:
         print(f"{row[0]:18} {row[1]:>12} {row[2]:>12}  {row[3]}")
     search, recover = (record["course"].get(stage) for stage in ("search", "recover"))
     saved = recover["epochs"] * (search["fastest"] - recover["fastest"]) if search and recover else 0.0
-    shrink = f"; without the shrink it would have been about {saved:.0f} s more" if saved >= 0.5 and record["shrunk"] else ""
-    print(f"training took {record['seconds']:.0f} s{shrink}")
+    more = f"; without the shrink about {saved:.0f} s more" if saved >= 0.5 and record["shrunk"] else ""
+    print(f"training took {record['seconds']:.0f} s{more}")
     print(f"realised: {speed / cut:.0%} of the MAC cut of {cut:.2f}x")
     print(
         f"gates: soft top-1 {record['soft_top1_start']:.2f} % at step 0; at the freeze {record['undecided']:.0%} "

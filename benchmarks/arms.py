@@ -117,9 +117,8 @@ class L1(Penalised):
 
     def penalty(self) -> dict[str, tuple[float | Tensor, Tensor]]:
         masks = torch.cat([gate.probability().flatten() for gate in hiap.gates(self.raw)])
-        return {
-            "l1": (0.05 * self.missed(), masks.sum())
-        }  # at the start as strong as the task's gradient in a median mask
+        weight = 0.05  # at the start as strong as the task's gradient in a median mask
+        return {"l1": (weight * self.missed(), masks.sum())}
 
 
 class Paper(Penalised):

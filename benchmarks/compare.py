@@ -252,13 +252,9 @@ def like(options: argparse.Namespace) -> str | None:
 
 def epochs_of(options: argparse.Namespace, arm: str) -> int:
     """As many epochs as fit into the training time of the arm `--like` names; the same for all seeds."""
-    records = read(options.records)
+    records, place = read(options.records), (*setting(options), like(options), arm)
     for record in records:
-        if (*(record[key] for key in KEY[:4]), record["like"], record["arm"]) == (
-            *setting(options),
-            like(options),
-            arm,
-        ):
+        if (*(record[key] for key in KEY[:4]), record["like"], record["arm"]) == place:
             return int(record["epochs"])
     mine, other = (of(options, name, True) for name in (arm, options.like))
     for name, found in ((arm, mine), (options.like, other)):

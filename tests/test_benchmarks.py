@@ -61,10 +61,16 @@ def test_penalised_gates_are_cut_to_the_budget(arm: str, start, tmp_path: Path) 
     given, data = start
     given |= {"gate_mode": "gradient", "granularities": ["head", "block", "value_dim", "neuron"], "gate_lr": 0.1}
     run = LEARNED[arm](read_config(None, given), tmp_path / "run", data=data)
+    run.begin()
+    assert run.missed() == 1  # all is open
+    for gate in hiap.gates(run.raw):
+        gate.logit.data.fill_(-8.0)
+    assert run.missed() == 0
+    run = LEARNED[arm](read_config(None, given), tmp_path / "whole", data=data)
     result = run.go()
     target = 0.6 * run.dense_macs
     assert target - max(UNIT, 0.01 * target) < hiap.macs(result.model) <= target
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "whole/metrics.jsonl").read_text().splitlines()]
     names = {"l1": {"l1"}, "paper": {"macro", "micro", "feasible_head", "feasible_dim", "feasible_ffn"}}[arm]
     assert names <= lines[0].keys() and not names & lines[-1].keys()
 

@@ -80,9 +80,11 @@ def test_cli_plans_prints_and_refuses(tmp_path: Path, capsys: pytest.CaptureFixt
     text = capsys.readouterr().out
     assert "target: 30%" in text and "ratio:\n- 2.0\n- 1.0" in text and "keep_blocks:\n- 0\n- 1" in text
     assert main(["plan", "--target", "1%"]) == 1
-    assert re.search(r"target of [\d.]+ kMACs \(1.0%\) is out of reach: .* up to [\d.]+ MMACs", capsys.readouterr().err)
+    assert re.search(
+        r"target of [\d.]+ k MACs \(1.0%\) is out of reach: .* up to [\d.]+ M MACs", capsys.readouterr().err
+    )
     assert main(["plan", "--target", "100K params"]) == 0
-    assert "(100 kparameters)" in capsys.readouterr().out
+    assert "(100.000 k parameters)" in capsys.readouterr().out
     assert main(["prune", "--epochs", "0", "--lr", "-1"]) == 1
     assert "epochs must be at least 1; found 0\n  lr must be positive" in capsys.readouterr().err
     assert (

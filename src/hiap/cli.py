@@ -222,6 +222,8 @@ def _prune(options: argparse.Namespace) -> int:
 
 def _report(result: Any) -> None:
     """The closing table: dense beside compact."""
+    from hiap.cost import in_words
+
     record = result.record
     latency = _latency(result.dense, result.model)
     record |= {"dense_ms": latency[0], "compact_ms": latency[1]}
@@ -231,7 +233,7 @@ def _report(result: Any) -> None:
     rows.append(("top-1", f"{record['dense_top1']:.2f} %", f"{record['top1']:.2f} %", change))
     for name, key in (("MACs", "macs"), ("parameters", "params")):
         dense, compact = record[f"dense_{key}"], record[key]
-        rows.append((name, _big(dense), _big(compact), f"{compact / dense:.1%}"))
+        rows.append((name, in_words(dense), in_words(compact), f"{compact / dense:.1%}"))
     rows.append(("latency, batch 32", f"{latency[0]:.2f} ms", f"{latency[1]:.2f} ms", f"{speed:.2f}x faster"))
     if "predicted" in record:
         for name, key in (("by the table", "predicted"), ("measured like it", "measured")):
@@ -253,13 +255,6 @@ def _report(result: Any) -> None:
     )
     print(f"saved in {result.folder}")
     (result.folder.parent / "report.json").write_text(json.dumps(record, indent=1) + "\n")
-
-
-def _big(number: float) -> str:
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3f} {unit}"
-    return str(number)
 
 
 def _latency(*models: Any, batch: int = 32) -> list[float]:
@@ -309,14 +304,14 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 def _info(options: argparse.Namespace) -> int:
     import hiap
-    from hiap.cost import macs_of_widths
+    from hiap.cost import in_words, macs_of_widths
     from hiap.families import timm as family
 
     model = hiap.load(options.folder)
     macs, dense = hiap.macs(model), macs_of_widths(model, model.hiap.dense)
     params = sum(p.numel() for p in model.parameters())
-    print(f"MACs        {_big(macs)}, {macs / dense:.1%} of {_big(dense)}")
-    print(f"parameters  {_big(params)}")
+    print(f"MACs        {in_words(macs)}, {macs / dense:.1%} of {in_words(dense)}")
+    print(f"parameters  {in_words(params)}")
     print(f"classes     {model.num_classes}")
     print(f"checked     logits within {model.hiap.logit_difference:.1e} of the gated model's (relative)")
     print("block  heads  qk_dim  value_dim  neurons")

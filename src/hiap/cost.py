@@ -26,6 +26,7 @@ __all__ = [
     "ParamCost",
     "expected_counts",
     "hard_counts",
+    "in_words",
     "macs",
     "macs_of_widths",
 ]
@@ -113,6 +114,14 @@ def hard_counts(topology: Topology) -> Counts:
     return Counts(*torch.tensor(rows, dtype=torch.float64).T)
 
 
+def in_words(number: float) -> str:
+    """A number with its thousands as k, M or G."""
+    for prefix, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3f} {prefix}"
+    return f"{number:.4g}"
+
+
 class Cost:
     """What a network costs, additive over its blocks: `fixed + macro(counts) + micro(counts)`.
 
@@ -142,8 +151,7 @@ class Cost:
 
     def say(self, value: float) -> str:
         """A cost in words."""
-        prefix, size = next(((p, s) for p, s in (("G", 1e9), ("M", 1e6), ("k", 1e3)) if value >= s), ("", 1.0))
-        return f"{value / size:.4g} {prefix}{self.unit}"
+        return f"{in_words(value)} {self.unit}"
 
     def price(self, site: Site, widths: Widths) -> float:
         """What a block of these widths is charged where units compete for the budget: its cost."""

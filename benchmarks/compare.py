@@ -25,7 +25,6 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +33,7 @@ from typing import Any
 import torch
 from arms import ARMS, GATED, LEARNED, PEERS, SCRATCH, Peer, counted_macs, from_scratch
 from prune_tiny_imagenet import BASE, STARTS, assignments, configuration, sheets
+from report import CLOCK, KEY, clocked, duration, read, table
 
 import hiap
 from hiap.bench import runner
@@ -46,14 +46,12 @@ from hiap.families.timm import sites
 from hiap.start import dense_model, load_data
 from hiap.timing import device_name, materialise, precision, timings
 
-KEY = ("start", "weights", "set", "target", "epochs", "like", "arm", "lr", "seed", "final")
 KEPT = ("top1", "top1_before", "dense_macs", "expected_macs", "undecided", "soft_top1", "hard_top1")
 OF_SEARCH = {  # options that arms without a search do not read
     *("keep_blocks", "granularities", "ratio", "min_heads", "min_value_dims", "min_neurons", "gate_mode", "gate_lr"),
     *("gate_window", "freeze_at", "shrink", "start_logit", "tau_start", "tau_decay", "tau_floor", "noise_start"),
     *("noise_end", "ramp_start", "ramp_end", "ramp_power", "sharp_start", "sharp_end", "lambda_macro", "lambda_micro"),
 }
-CLOCK = "clock"  # instead of True (scored on the validation set) or False (held out) as the `final` of a record
 
 _DATA: dict[bool, ByteData] = {}
 
@@ -142,10 +140,6 @@ def forward(network: torch.nn.Module, data: ByteData, device: torch.device) -> d
         x = next(iter(data.val(1)))[0].to(kind).expand(batch, -1, -1, -1).contiguous()
         run = runner(network.to(kind).eval(), x, mode)
         return {"ms": statistics.median(timings([run], device, 5, 30)[0]), "batch": batch, "precision": dtype}
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def setting(options: argparse.Namespace) -> tuple[str, str, str, str]:
@@ -262,116 +256,6 @@ def epochs_of(options: argparse.Namespace, arm: str) -> int:
             raise SystemExit(f"--like {options.like} needs finished runs of {name} at equal epochs, and their `clock`")
     seconds = [statistics.mean(duration(one, records) for one in found) for found in (mine, other)]
     return max(1, round(options.epochs * seconds[1] / seconds[0]))
-
-
-def clocked(record: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any]:
-    """The record that times this one: that of `clock` where there is one, else itself."""
-    same = ("start", "weights", "set", "target", "arm")
-    found = [one for one in records if one["final"] == CLOCK and all(one[key] == record[key] for key in same)]
-    return found[-1] if found else record
-
-
-def duration(record: dict[str, Any], records: list[dict[str, Any]]) -> float:
-    """Seconds of training, evaluations aside."""
-    epoch_s, search = clocked(record, records)["epoch_s"], record["search"]
-    searching = epoch_s.get("search", 0.0)
-    return record["epochs"] * (search * searching + (1 - search) * epoch_s.get("recover", searching))
-
-
-# -- reporting --------------------------------------------------------------------------------------------------------
-
-
-def table(options: argparse.Namespace) -> None:
-    everything = read(options.records)
-    records = [
-        record | {"seconds": duration(record, everything), "ms": clocked(record, everything)["ms"]}
-        for record in {tuple(record[key] for key in KEY): record for record in everything}.values()
-        if record["final"] is True
-    ]
-    if not records:
-        raise SystemExit(f"{options.records} holds no finished runs")
-    groups = defaultdict(list)
-    for record in records:
-        groups[record["start"], record["weights"], record["target"], record["like"] or record["epochs"]].append(record)
-    for (start, _, target, length), group in groups.items():
-        words = f"the training time of {length} epochs" if isinstance(length, str) else f"{length} epochs"
-        print(f"\n{start}, {target} of the MACs, {words} ({group[0]['device']})\n")
-        print("| arm | top-1, mean | spread | seeds | MACs | training | forward | rate |")
-        print("|---|---|---|---|---|---|---|---|")
-        for row in sorted(summaries(group), key=lambda row: -row["top1"]):
-            print(
-                f"| {row['arm']} | {row['top1']:.2f} | {row['spread']:.2f} | {row['seeds']} | {row['macs']:.2%} | "
-                f"{row['seconds']:.0f} s | {row['ms']:.3f} ms | {row['lr']:g} |"
-            )
-    if options.plots:
-        plot(groups, options.plots)
-
-
-def summaries(group: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row an arm and rate: means over its seeds, and the distance of the best from the worst."""
-    rows = []
-    for arm, variant, lr in dict.fromkeys((record["arm"], record["set"], record["lr"]) for record in group):
-        own = [record for record in group if (record["arm"], record["set"], record["lr"]) == (arm, variant, lr)]
-        top1 = [record["top1"] for record in own]
-        mean = {key: statistics.mean(record[key] for record in own) for key in ("seconds", "ms", "top1")}
-        macs = statistics.mean(record["macs"] / record["dense_macs"] for record in own)
-        name = f"{arm} ({variant})" if variant else arm
-        rows.append(
-            {
-                **mean,
-                "arm": name,
-                "lr": lr,
-                "batch": own[0]["batch"],
-                "precision": own[0]["precision"],
-                "plain": not variant,
-                "spread": max(top1) - min(top1),
-                "seeds": len(own),
-                "macs": macs,
-            }
-        )
-    return rows
-
-
-def plot(groups: dict[Any, list[dict[str, Any]]], folder: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    folder.mkdir(parents=True, exist_ok=True)
-    axes = {
-        "macs": "share of the dense model's MACs",
-        "throughput": "images / s",
-        "seconds": "training time (s)",
-    }
-    by_start = defaultdict(list)
-    for (start, *_), group in groups.items():
-        rows = [row | {"throughput": 1e3 * row["batch"] / row["ms"]} for row in summaries(group)]
-        by_start[start] += [row for row in rows if row["plain"]] or rows
-    for start, rows in by_start.items():
-        for key, label in axes.items():
-            figure, ax = plt.subplots(figsize=(6.4, 4.2), constrained_layout=True)
-            for number, arm in enumerate(dict.fromkeys(row["arm"] for row in rows)):
-                own = sorted((row for row in rows if row["arm"] == arm), key=lambda row: row[key])
-                style = {"linewidth": 1.0, "alpha": 0.8, "color": plt.get_cmap("tab20")(number)}
-                if arm == "hiap":
-                    style = {"linewidth": 2.2, "zorder": 3, "color": "black"}
-                ax.errorbar(
-                    [row[key] for row in own],
-                    [row["top1"] for row in own],
-                    [row["spread"] / 2 for row in own],
-                    marker="os^vD<>pP*Xh"[number % 12],
-                    capsize=2,
-                    label=arm,
-                    **style,
-                )
-            how = f" ({rows[0]['precision']}, batch {rows[0]['batch']})" if key == "throughput" else ""
-            ax.set(xlabel=label + how, ylabel="top-1 (%)", title=start)
-            ax.grid(alpha=0.3)
-            ax.legend(fontsize=7, ncol=2)
-            figure.savefig(folder / f"{start}_{key}.png", dpi=150)
-            plt.close(figure)
-            print(folder / f"{start}_{key}.png")
 
 
 def add_options(go: argparse.ArgumentParser, function: Callable[[argparse.Namespace], None]) -> None:

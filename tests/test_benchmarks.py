@@ -92,6 +92,7 @@ def test_tables_of_records(tmp_path: Path) -> None:
     records = [{**keys, "arm": arm, "seed": seed, "top1": top1, "final": True} for arm, seed, top1 in rows]
     records[0]["search"] = records[1]["search"] = 0.4
     records.append(records[0] | {"final": False, "top1": 99})
+    records.append(records[0] | {"final": False, "top1": 98, "lr": 1e-3})
     records.append(records[0] | {"set": "ema=0.9", "top1": 60, "search": 0})
     records.append(records[2] | {"lr": 1e-3, "top1": 50})
     records.append(records[0] | {"final": "clock", "epochs": 6, "epoch_s": {"search": 5.0, "recover": 2.0}, "ms": 0.5})
@@ -99,10 +100,11 @@ def test_tables_of_records(tmp_path: Path) -> None:
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     command = [sys.executable, str(FOLDER / "compare.py"), "table", "--records", str(file)]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert "| hiap | 72.50 | 1.00 | 2 | 49.90% | 48 s | 0.500 ms | 0.0005 |" in text  # 15 (0.4 * 5 + 0.6 * 2) seconds
-    assert "| hiap (ema=0.9) | 60.00 | 0.00 | 1 | 49.90% | 60 s | 1.000 ms | 0.0005 |" in text
+    seconds = 15 * (0.4 * 5 + 0.6 * 2)
+    assert f"| hiap | 72.50 | 1.00 | 2 | 49.90% | {seconds:.0f} s | 0.500 ms | 0.0005 | 99.00 |" in text
+    assert "| hiap (ema=0.9) | 60.00 | 0.00 | 1 | 49.90% | 60 s | 1.000 ms | 0.0005 |  |" in text
     assert text.index("| hiap") < text.index("| taylor | 71.00 | 0.00 | 1 |") < text.index("| hiap (ema")
-    assert "| taylor | 50.00 | 0.00 | 1 | 49.90% | 60 s | 1.000 ms | 0.001 |" in text  # a rate has a row of its own
+    assert "| taylor | 50.00 | 0.00 | 1 | 49.90% | 60 s | 1.000 ms | 0.001 |  |" in text  # a rate has a row of its own
 
 
 def test_a_comparison_is_run_and_timed(tmp_path: Path) -> None:

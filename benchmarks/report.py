@@ -1,0 +1,141 @@
+"""What the records of a comparison say: tables and plots."""
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+KEY = ("start", "weights", "set", "target", "epochs", "like", "arm", "lr", "seed", "final")
+CLOCK = "clock"  # instead of True (scored on the validation set) or False (held out) as the `final` of a record
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def clocked(record: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any]:
+    """The record that times this one: that of `clock` where there is one, else itself."""
+    same = ("start", "weights", "set", "target", "arm")
+    found = [one for one in records if one["final"] == CLOCK and all(one[key] == record[key] for key in same)]
+    return found[-1] if found else record
+
+
+def duration(record: dict[str, Any], records: list[dict[str, Any]]) -> float:
+    """Seconds of training, evaluations aside."""
+    epoch_s, search = clocked(record, records)["epoch_s"], record["search"]
+    searching = epoch_s.get("search", 0.0)
+    return record["epochs"] * (search * searching + (1 - search) * epoch_s.get("recover", searching))
+
+
+def table(options: argparse.Namespace) -> None:
+    """Print a table for every start, target and length, and draw the plots."""
+    everything = read(options.records)
+    unique = {tuple(record[key] for key in KEY): record for record in everything}.values()
+    tried = {_trial(record, record["epochs"]): record["top1"] for record in unique if record["final"] is False}
+    groups = defaultdict(list)
+    for record in unique:
+        if record["final"] is True:
+            timed = {"seconds": duration(record, everything), "ms": clocked(record, everything)["ms"]}
+            length = record["like"] or record["epochs"]
+            groups[record["start"], record["weights"], record["target"], length].append(record | timed)
+    if not groups:
+        raise SystemExit(f"{options.records} holds no finished runs")
+    tables = {where: summaries(group, tried) for where, group in groups.items()}
+    for (start, _, target, length), rows in tables.items():
+        words = f"the training time of {length} epochs" if isinstance(length, str) else f"{length} epochs"
+        print(f"\n{start}, {target} of the MACs, {words} ({rows[0]['device']})\n")
+        print("| arm | top-1, mean | spread | seeds | MACs | training | forward | rate | held out |")
+        print("|---|---|---|---|---|---|---|---|---|")
+        for row in sorted(rows, key=lambda row: -row["top1"]):
+            held_out = "" if row["held_out"] is None else f"{row['held_out']:.2f}"
+            print(
+                f"| {row['arm']} | {row['top1']:.2f} | {row['spread']:.2f} | {row['seeds']} | {row['macs']:.2%} | "
+                f"{row['seconds']:.0f} s | {row['ms']:.3f} ms | {row['lr']:g} | {held_out} |"
+            )
+    if options.plots:
+        plot(tables, options.plots)
+
+
+def _trial(record: dict[str, Any], epochs: int) -> tuple[Any, ...]:
+    """What tells the run that tried a rate on held-out images."""
+    return (*(record[key] for key in KEY[:4]), epochs, record["arm"], record["lr"])
+
+
+def summaries(group: list[dict[str, Any]], tried: dict[Any, float]) -> list[dict[str, Any]]:
+    """One row an arm and rate: means over its seeds, and the distance of the best from the worst.
+
+    Args:
+        tried: what each rate scored on held-out images. At equal time, rates are those chosen at equal epochs.
+    """
+    rows = []
+    for arm, variant, lr in dict.fromkeys((record["arm"], record["set"], record["lr"]) for record in group):
+        own = [record for record in group if (record["arm"], record["set"], record["lr"]) == (arm, variant, lr)]
+        top1 = [record["top1"] for record in own]
+        epochs = int(own[0]["like"].split()[-1]) if own[0]["like"] else own[0]["epochs"]
+        rows.append(
+            {
+                **{key: statistics.mean(record[key] for record in own) for key in ("seconds", "ms", "top1")},
+                **{key: own[0][key] for key in ("batch", "precision", "device")},
+                "arm": f"{arm} ({variant})" if variant else arm,
+                "lr": lr,
+                "held_out": tried.get(_trial(own[0], epochs)),
+                "plain": not variant,
+                "spread": max(top1) - min(top1),
+                "seeds": len(own),
+                "macs": statistics.mean(record["macs"] / record["dense_macs"] for record in own),
+            }
+        )
+    return rows
+
+
+def plot(tables: dict[Any, list[dict[str, Any]]], folder: Path) -> None:
+    """Top-1 against MACs, throughput and training time: of every arm the rate that was chosen, and no variants."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    folder.mkdir(parents=True, exist_ok=True)
+    labels = {"macs": "share of the dense model's MACs", "throughput": "images / s", "seconds": "training time (s)"}
+    by_start = defaultdict(list)
+    for (start, _, target, length), rows in tables.items():
+        ranked = sorted(rows, key=lambda row: -(row["held_out"] or 0.0))
+        chosen = {row["arm"]: row for row in reversed(ranked) if row["plain"]}
+        by_start[start] += [
+            row | {"throughput": 1e3 * row["batch"] / row["ms"], "target": target, "length": length}
+            for row in chosen.values()
+        ]
+    for start, rows in by_start.items():
+        usual = rows[0]["length"]
+        arms = list(dict.fromkeys(row["arm"] for row in rows))
+        for key, label in labels.items():
+            figure, ax = plt.subplots(figsize=(6.8, 4.6), constrained_layout=True)
+            lines = defaultdict(list)  # of networks of several sizes, or of trainings of several lengths
+            for row in rows:
+                other = row["target"] if key == "seconds" else "" if row["length"] == usual else row["length"]
+                other = f"{other} epochs" if isinstance(other, int) else other
+                if not isinstance(row["length"], str) or key == "seconds":
+                    lines[row["arm"], other].append(row)
+            for (arm, other), own in lines.items():
+                own.sort(key=lambda row: row[key])
+                number = arms.index(arm)
+                ax.errorbar(
+                    [row[key] for row in own],
+                    [row["top1"] for row in own],
+                    [row["spread"] / 2 for row in own],
+                    marker="os^vD<>pP*Xh"[number % 12],
+                    color="black" if arm == "hiap" else plt.get_cmap("tab20")(number),
+                    linewidth=2.0 if arm == "hiap" else 1.0,
+                    linestyle="-" if other in ("", rows[0]["target"]) else ":",
+                    capsize=2,
+                    label=f"{arm}, {other}" if other else arm,
+                )
+            how = f" ({rows[0]['precision']}, batch {rows[0]['batch']})" if key == "throughput" else ""
+            ax.set(xlabel=label + how, ylabel="top-1 (%)", title=start)
+            ax.grid(alpha=0.3)
+            ax.legend(fontsize=7, ncol=2)
+            figure.savefig(folder / f"{start}_{key}.png", dpi=150)
+            plt.close(figure)
+            print(folder / f"{start}_{key}.png")

@@ -93,6 +93,9 @@ class Config:
     align_heads: bool | None = _option(
         None, "turn the dims of heads to axes that can be cut before the search; by default with a target"
     )
+    hand_over: bool | None = _option(
+        None, "let open units carry what closed ones did, as far as they can; by default with a target"
+    )
     # course
     epochs: int = _option(15, "length of the run")
     stop_after: int | None = _option(None, "end after this many epochs of the schedule")

@@ -1,6 +1,7 @@
 """Closed units hand over what they carried: by least squares, reversibly, and never to the worse."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import timm
@@ -9,6 +10,8 @@ import torch
 import hiap
 from hiap.gates import Gate, GatedLinear
 from hiap.handover import RIDGE, Handover, guesses
+from hiap.train import Run
+from test_train import noise_data, tiny
 
 SHAPE = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 5}
 
@@ -137,6 +140,46 @@ def test_a_unit_that_others_tell_hangs_on_them() -> None:
     assert both.diagonal().eq(0).all()
     alone = guesses(moment, torch.tensor([True, True, True, False]))
     assert (h @ alone.T - h[:, :-1])[:, 0].norm() > 0.8 * h[:, 0].norm() and not alone[:, 3].any()
+
+
+def test_the_state_tells_the_same_again() -> None:
+    model = hiap.attach(make(), ("head", "value_dim", "neuron"))
+    hiap.set_topology(model, half(make()))
+    first = Handover(model)
+    first.restore(first.state(), first.updates)  # nothing has been told yet
+    assert all(layer.told is None for layers in first.layers.values() for layer in layers)
+    for seed in range(3):
+        first.update(torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(seed)))
+    told = {name: layer.told for name, (layer,) in first.layers.items()}
+    second = Handover(copy.deepcopy(model))
+    second.restore(first.state(), first.updates)
+    for handover in (first, second):
+        handover.update(images())
+    for name, (layer,) in second.layers.items():
+        assert not torch.equal(layer.told, told[name]) and torch.equal(layer.told, first.layers[name][0].told)
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ({}, True),
+        ({"hand_over": False}, False),
+        ({"target": None, "lambda_macro": 1.0, "lambda_micro": 0.5}, False),
+        ({"target": None, "lambda_macro": 1.0, "lambda_micro": 0.5, "hand_over": True}, True),
+    ],
+)
+def test_a_run_with_a_target_hands_over(given: dict, used: bool, tmp_path: Path) -> None:
+    told = []
+
+    class Watched(Run):
+        def freeze(self) -> None:
+            told.extend(module.told is not None for module in self.raw.modules() if isinstance(module, GatedLinear))
+            super().freeze()
+            assert self.handover is None
+
+    result = Watched(tiny(batch_size=16, epochs=2, **given), tmp_path, data=noise_data(size=8)).go()
+    assert any(told) == (used and "target" not in given)  # else only at the freeze
+    assert not any(isinstance(module, GatedLinear) for module in result.model.modules())
 
 
 def test_inputs_that_are_nothing_are_no_trouble() -> None:

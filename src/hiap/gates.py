@@ -158,7 +158,7 @@ class GatedLinear(nn.Linear):
             added = lost @ self.told.to(lost.dtype)
             gated = gated + added[:, :-1]
             offset = None if offset is None else offset + added[:, -1]
-        return gated.to(weight.dtype), None if offset is None else offset.to(weight.dtype)
+        return gated.to(weight.dtype), None if bias is None or offset is None else offset.to(bias.dtype)
 
     def scales(self, values: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """What gate values multiply: inputs (in_features), outputs (1) or (out_features, 1), and the weight."""
@@ -205,10 +205,10 @@ class _ScaledWeight(torch.autograd.Function):
             grad_told = grad_weight.to(told.dtype) @ told[:, :-1].T
             grad_told = grad_told if grad_bias is None else grad_told + grad_bias.unsqueeze(1) * told[:, -1]
             grad_weight = grad_weight - grad_told
-        to_weight = grad_weight * scale
-        if grad_told is not None:
+        to_weight = grad_weight * scale if ctx.needs_input_grad[1] else None
+        if to_weight is not None and grad_told is not None:
             to_weight = to_weight + (grad_told if outputs is None else grad_told * outputs)
-        to_weight = to_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None
+        to_weight = None if to_weight is None else to_weight.to(weight.dtype)
         to_bias = grad_bias
         if outputs is not None and grad_bias is not None:
             to_bias = (grad_bias * outputs.view(-1)).to(bias.dtype)

@@ -59,7 +59,7 @@ class Handover:
 
     @torch.no_grad()
     def update(self, images: Tensor) -> None:
-        """Look at the network that the gates, hardened, make now: one forward pass, each layer told just before it acts.
+        """Look at the network that the gates, hardened, make: one forward pass, each layer told just before it acts.
 
         Args:
             images: a batch as the model is trained on.

@@ -68,7 +68,7 @@ __all__ = ["Result", "Run", "prune"]
 
 PROJECTIONS = 100  # times the budget moves in a run
 HANDOVERS = 20  # times open units are told what closed ones carried
-ALIGNING = 512  # images, at least, that the axes of heads are found on
+ENOUGH = 512  # images that tell what goes on in a network
 FACTS = ("top1", "hard_macs", "cost", "open_heads", "open_blocks")  # that the live line shows
 
 
@@ -197,7 +197,7 @@ class Run:
         """Turn the dims of heads to axes that can be cut, those of the kinds that have gates."""
         queries, values = "qk_dim" in self.kinds, "value_dim" in self.kinds
         batches = self.data.train(self.config.dense_epochs, 0, self.config.batch_size, self.rank, self.world)
-        images = (x.to(self.device) for x, _ in islice(batches, -(-ALIGNING // self.config.batch_size)))
+        images = (x.to(self.device) for x, _ in islice(batches, -(-ENOUGH // self.config.batch_size)))
         if queries or values:
             align_heads(self.dense, images, queries=queries, values=values, reduce=self._mean)
 
@@ -335,7 +335,7 @@ class Run:
             )
         x, target = self._mix(x.to(self.device), y.to(self.device), number)
         if self.handover is not None:
-            self.images = x.chunk(config.accumulate)[0]
+            self.images = x.chunk(config.accumulate)[0][:ENOUGH]
         self.model.train()
         total: dict[str, Tensor] = {}
         parts = zip(x.chunk(config.accumulate), target.chunk(config.accumulate), strict=True)

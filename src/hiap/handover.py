@@ -37,7 +37,7 @@ class Handover:
         reduce: mean over processes, where each has images of its own.
 
     Attributes:
-        moments: second moments of the inputs of each layer and of a constant. (inputs + 1, inputs + 1)
+        moments: second moments of the inputs of each layer and of a constant, in CPU memory. (inputs + 1, inputs + 1)
         known: which inputs were open at the last update. (inputs)
     """
 
@@ -83,15 +83,15 @@ class Handover:
             inputs = torch.cat([inputs, torch.ones_like(inputs[:, :1])], dim=1)
             moment = self.reduce(inputs.T @ inputs / len(inputs))
             if name in self.moments:
-                moment = self.moments[name].lerp(moment, 1 / min(self.updates, WINDOW))
+                moment = self.moments[name].to(moment.device).lerp(moment, 1 / min(self.updates, WINDOW))
             scale, _, _ = layer.scales({kind: gate.hard().float() for kind, gate in layer.by_kind().items()})
             assert scale is not None
-            self.moments[name], self.known[name] = moment, scale > 0
-            self._tell(name)
+            self.moments[name], self.known[name] = moment.cpu(), scale > 0
+            self._tell(name, moment)
 
-    def _tell(self, name: str) -> None:
+    def _tell(self, name: str, moment: Tensor) -> None:
         for layer in self.layers[name]:
-            layer.told = guesses(self.moments[name], self.known[name], constant=layer.bias is not None)
+            layer.told = guesses(moment, self.known[name], constant=layer.bias is not None)
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -114,9 +114,9 @@ class Handover:
     def restore(self, state: dict[str, Tensor], updates: int) -> None:
         self.updates = updates
         for name, (layer, *_) in self.layers.items() if updates else ():
-            device = layer.weight.device
-            self.moments[name], self.known[name] = (state[f"{k}.{name}"].to(device) for k in ("moment", "known"))
-            self._tell(name)
+            self.moments[name] = state[f"moment.{name}"].cpu()
+            self.known[name] = state[f"known.{name}"].to(layer.weight.device)
+            self._tell(name, self.moments[name].to(layer.weight.device))
 
 
 def guesses(moment: Tensor, known: Tensor, constant: bool = True) -> Tensor:

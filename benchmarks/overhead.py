@@ -3,10 +3,9 @@
     python benchmarks/overhead.py [--model deit_small_patch16_224] [--batch 256] [--teacher regnety_160] [--json FILE]
 
 Random images and weights (speed does not depend on them), bf16 autocast, AdamW, the budget control included (importance
-observed every step, logits projected every 100). "told" has gates, and guesses in the place of closed units (`hand_over`);
-the compact network has half the MACs. The teacher is timed by itself.
-From the step times follow the GPU-hours of a 300-epoch ImageNet run, without the time to load data and to exchange
-gradients.
+observed every step, logits projected every 100). "told" has gates, and guesses in the place of closed units
+(`hand_over`); the compact network has half the MACs. The teacher is timed by itself. From the step times follow the
+GPU-hours of a 300-epoch ImageNet run, without the time to load data and to exchange gradients.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Closed units hand over what they carried: by least squares, reversibly, and never to the worse."""
+"""Closed units hand over what they carried: by least squares, for as long as they are closed."""
 
 import copy
 from pathlib import Path
@@ -109,8 +109,7 @@ def test_gradients_under_guesses_are_those_of_the_equation() -> None:
     gates = {"neuron": Gate((6,), 0.3), "block": Gate((1,), 0.5)}
     layer = GatedLinear(linear, (6,), gates).train()
     for gate in gates.values():
-        gate.logit.data.add_(torch.randn(gate.logit.shape)).to(torch.float64)
-        gate.logit.data = gate.logit.data.double()
+        gate.logit.data = (gate.logit + torch.randn(gate.logit.shape)).double()
         gate.gradient = torch.zeros_like(gate.logit)
     layer.told = torch.randn(6, 7).double()
     x = torch.randn(5, 6).double()
@@ -153,6 +152,7 @@ def test_the_state_tells_the_same_again() -> None:
     told = {name: layer.told for name, (layer,) in first.layers.items()}
     second = Handover(copy.deepcopy(model))
     second.restore(first.state(), first.updates)
+    assert all(torch.equal(layer.told, told[name]) for name, (layer,) in second.layers.items())
     for handover in (first, second):
         handover.update(images())
     for name, (layer,) in second.layers.items():
@@ -195,6 +195,13 @@ def test_gated_models_are_refused() -> None:
     topology = half(model)
     with pytest.raises(ValueError, match=r"without gates.*hiap\.detach"):
         hiap.hand_over(hiap.attach(model), topology, images())
+
+
+def test_no_images_are_refused() -> None:
+    model = make()
+    with pytest.raises(ValueError, match="no images"):
+        hiap.hand_over(model, half(model), images(0))
+    assert not any(isinstance(module, GatedLinear) for module in model.modules())
 
 
 def test_a_topology_of_another_model_changes_nothing() -> None:

@@ -230,6 +230,10 @@ class Config:
         joined = self.target is not None and len(set(self.ratio)) == 1 and not qk_norm
         return (*PAPER, *(["qk_dim"] if joined else []), *(["attention"] if self.cost else []))
 
+    def by_target(self, choice: bool | None) -> bool:
+        """A choice that, where it is left open, is yes with a target."""
+        return self.target is not None if choice is None else choice
+
     def to_yaml(self) -> str:
         text: str = yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)
         return text

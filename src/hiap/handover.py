@@ -84,21 +84,22 @@ class Handover:
             moment = self.reduce(inputs.T @ inputs / len(inputs))
             if name in self.moments:
                 moment = self.moments[name].to(moment.device).lerp(moment, 1 / min(self.updates, WINDOW))
-            scale, _, _ = layer.scales({kind: gate.hard().float() for kind, gate in layer.by_kind().items()})
-            assert scale is not None
-            self.moments[name], self.known[name] = moment.cpu(), scale > 0
+            is_open, _, _ = _hardened(layer)
+            assert is_open is not None
+            self.moments[name], self.known[name] = moment.cpu(), is_open > 0
             self._tell(name, moment)
 
     def _tell(self, name: str, moment: Tensor) -> None:
+        told = guesses(moment, self.known[name], constant=self.layers[name][0].bias is not None)
         for layer in self.layers[name]:
-            layer.told = guesses(moment, self.known[name], constant=layer.bias is not None)
+            layer.told = told
 
     @torch.no_grad()
     def settle(self) -> None:
         """Move what stands in for closed inputs into the weights of the open ones, for good."""
         for layers in self.layers.values():
             for layer in layers:
-                _, _, scale = layer.scales({kind: gate.hard().float() for kind, gate in layer.by_kind().items()})
+                _, _, scale = _hardened(layer)
                 if layer.told is not None and scale.any():
                     weight, bias = layer.scaled(layer.weight, layer.bias, None, scale)
                     layer.weight.copy_(torch.where(scale > 0, weight, layer.weight))
@@ -117,6 +118,11 @@ class Handover:
             self.moments[name] = state[f"moment.{name}"].cpu()
             self.known[name] = state[f"known.{name}"].to(layer.weight.device)
             self._tell(name, self.moments[name].to(layer.weight.device))
+
+
+def _hardened(layer: GatedLinear) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """What the gates of a layer, hardened, multiply: inputs, outputs and the weight."""
+    return layer.scales({kind: gate.hard().float() for kind, gate in layer.by_kind().items()})
 
 
 def guesses(moment: Tensor, known: Tensor, constant: bool = True) -> Tensor:
@@ -147,11 +153,13 @@ def hand_over(model: Model, topology: Topology, images: Tensor) -> Model:
         images: a batch as the model is trained on; a few hundred tell enough.
 
     Raises:
-        ValueError: the model has gates.
+        ValueError: the model has gates, or there are no images.
         TopologyError: the topology is not one of this model.
     """
     if is_gated(model):
         raise ValueError("hand_over takes a model without gates: take them out with hiap.detach first")
+    if not len(images):
+        raise ValueError("no images came, so there is nothing to tell closed units by")
     tied = any(site.qk_norm for site in family.sites(model))
     attach(model, [kind for kind in GRANULARITIES if kind != "qk_dim" or not tied])
     try:

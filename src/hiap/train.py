@@ -182,7 +182,7 @@ class Run:
         elif self.stage == "search":
             self.start = copy.deepcopy(self.dense).cpu().eval()
             self.teacher = make_teacher(config, self.dense, self.norm, self.other_teacher)
-            if fresh and (config.align_heads if config.align_heads is not None else config.target):
+            if fresh and config.by_target(config.align_heads):
                 self._align()
             self.raw = attach(self.dense, self.kinds, config.keep_blocks, logit=config.start_logit, seed=config.seed)
             self.cost = self.make_cost(self.raw)
@@ -190,7 +190,7 @@ class Run:
                 self.controller = self._controller(self.raw)
                 self.controller.project(self.controller.dense_cost, self.schedule.sharpness(0))
         self._prepare()
-        if self.stage == "search" and (config.hand_over if config.hand_over is not None else config.target):
+        if self.stage == "search" and config.by_target(config.hand_over):
             self.handover = Handover(self.raw, [self.average.module] if self.average else [], self._mean)
 
     def _align(self) -> None:

@@ -74,12 +74,6 @@ class Peer(Run):
         """The MACs that are allowed."""
         return Target.parse(self.config.target).absolute(self.dense_macs)
 
-    def cut(self, topology: hiap.Topology) -> nn.Module:
-        """The network of a topology, with the dense one's weights."""
-        if self.config.hand_over:
-            hiap.hand_over(self.dense, topology, next(self.batches())[0])
-        return hiap.extract(self.dense, topology, self.config.round_to)
-
     def batches(self) -> Any:
         return islice(self.data.train(0, 0, self.config.batch_size, 0, 1), BATCHES)
 
@@ -169,7 +163,7 @@ def by_gate(controller: Controller, flat: Tensor) -> dict[int, Tensor]:
 
 def taylor(run: Peer, kinds: tuple[str, ...] = ("head", "neuron")) -> nn.Module:
     """Squared gradient of the open gates per MAC, ranked once."""
-    return run.cut(observed(run, kinds).decide())
+    return hiap.extract(run.dense, observed(run, kinds).decide(), run.config.round_to)
 
 
 def taylor_five(run: Peer) -> nn.Module:
@@ -191,7 +185,7 @@ def magnitudes(controller: Controller) -> Tensor:
 def magnitude_global(run: Peer) -> nn.Module:
     _, controller = controller_of(run, ("head", "neuron"))
     controller.importance.copy_(magnitudes(controller))
-    return run.cut(controller.decide())
+    return hiap.extract(run.dense, controller.decide(), run.config.round_to)
 
 
 def magnitude_uniform(run: Peer) -> nn.Module:
@@ -217,7 +211,7 @@ def magnitude_uniform(run: Peer) -> nn.Module:
     for i in cycle(range(blocks)):  # a step in every block in turn, as long as it fits
         wider = [*neurons[:i], neurons[i] + step, *neurons[i + 1 :]]
         if wider[i] > dense.neurons or cost_of(run, topology(wider)) > controller.target:
-            return run.cut(topology(neurons))
+            return hiap.extract(run.dense, topology(neurons), step)
         neurons = wider
     raise AssertionError("no block")
 
@@ -251,7 +245,7 @@ def depth(run: Peer) -> nn.Module:
             if cost_of(run, topology()) > controller.target:
                 counts[i] = before
                 break
-    return run.cut(topology())
+    return hiap.extract(run.dense, topology(), run.config.round_to)
 
 
 def random_topology(run: Peer) -> nn.Module:
@@ -260,7 +254,7 @@ def random_topology(run: Peer) -> nn.Module:
     generator = torch.Generator().manual_seed(run.config.seed)
     for gate in controller.all_gates:
         gate.logit.data.copy_(torch.rand(gate.logit.shape, generator=generator).log())
-    return run.cut(controller.decide())
+    return hiap.extract(run.dense, controller.decide(), run.config.round_to)
 
 
 def from_scratch(run: Peer, widths: Sequence[Widths]) -> nn.Module:

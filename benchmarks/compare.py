@@ -63,7 +63,7 @@ def config_of(options: argparse.Namespace, arm: str, lr: float, seed: int, epoch
     given: dict[str, Any] = {"target": options.target, "epochs": epochs, "lr": lr, "seed": seed, "eval_every": 1000}
     if arm in LEARNED:  # penalised gates are learned, not set
         given |= {"gate_mode": "gradient", "granularities": ["head", "block", "value_dim", "neuron"], "gate_lr": 2e-2}
-        given |= {"freeze_at": 0.3, "align_heads": False, "hand_over": False}
+        given |= {"freeze_at": 0.3, "align_heads": False}
         given |= LEARNED[arm].options
     given |= assignments(options.set)
     if options.model is None:

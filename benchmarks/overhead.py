@@ -3,9 +3,9 @@
     python benchmarks/overhead.py [--model deit_small_patch16_224] [--batch 256] [--teacher regnety_160] [--json FILE]
 
 Random images and weights (speed does not depend on them), bf16 autocast, AdamW, the budget control included (importance
-observed every step, logits projected every 100). "told" has gates, and guesses in the place of closed units
-(`hand_over`); the compact network has half the MACs. The teacher is timed by itself. From the step times follow the
-GPU-hours of a 300-epoch ImageNet run, without the time to load data and to exchange gradients.
+observed every step, logits projected every 100). The teacher is timed by itself. The compact network has half the MACs.
+From the step times follow the GPU-hours of a 300-epoch ImageNet run, without the time to load data and to exchange
+gradients.
 """
 
 import argparse
@@ -22,14 +22,13 @@ from timm.optim import create_optimizer_v2
 
 import hiap
 from hiap.budget import Controller
-from hiap.handover import Handover
 
 IMAGENET, EPOCHS, BATCH, FREEZE = 1_281_167, 300, 256, 0.3
 PROJECT_EVERY = 100
 
 
 def step_of(kind: str, name: str, batch: int, device: torch.device) -> tuple[Callable[[], None], torch.nn.Module]:
-    """A training step of the dense, gated, told or compact model."""
+    """A training step of the dense, gated or compact model."""
     torch.manual_seed(0)
     model = timm.create_model(name).to(device).train()
     controller = None
@@ -44,8 +43,6 @@ def step_of(kind: str, name: str, batch: int, device: torch.device) -> tuple[Cal
     optimizer = create_optimizer_v2(hiap.parameter_groups(model), opt="adamw", lr=1e-4)
     x = torch.randn(batch, 3, 224, 224, device=device)
     y = torch.randint(0, 1000, (batch,), device=device)
-    if kind == "told":
-        Handover(model).update(x)
     count = 0
 
     def step() -> None:
@@ -78,7 +75,7 @@ def timed(step: Callable[[], None], repeat: int, device: torch.device) -> float:
 
 def measure(name: str, batch: int, device: torch.device, rounds: int, repeat: int) -> dict[str, dict[str, float]]:
     result = {}
-    for kind in ("dense", "gated", "told", "compact"):  # memory first, each alone on the device
+    for kind in ("dense", "gated", "compact"):  # memory first, each alone on the device
         if device.type == "cuda":
             step, model = step_of(kind, name, batch, device)
             for _ in range(2):
@@ -140,7 +137,7 @@ def main() -> None:
         )
     teacher = teacher_ms(options.teacher, options.batch, device, options.repeat)
     steps = EPOCHS * (IMAGENET // BATCH) * BATCH / options.batch
-    gated, compact = result["told"]["ms"] + teacher, result["compact"]["ms"] + teacher
+    gated, compact = result["gated"]["ms"] + teacher, result["compact"]["ms"] + teacher
     whole = steps * gated / 3.6e6
     shrunk = steps * (FREEZE * gated + (1 - FREEZE) * compact) / 3.6e6
     print(f"teacher  {teacher:8.2f} ms ({options.teacher}, forward)")

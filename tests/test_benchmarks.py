@@ -166,16 +166,6 @@ def test_comparisons_refuse_before_they_run(
     assert not (tmp_path / "records.jsonl").exists()
 
 
-def test_peers_may_hand_over(start, tmp_path: Path) -> None:
-    given, data = start
-    for hands in (False, True):
-        peer = Peer(read_config(None, given | {"hand_over": hands}), tmp_path / str(hands), data, PEERS["taylor"])
-        before = [block.mlp.fc2.weight.clone() for block in peer.dense.blocks]
-        peer.train()
-        changed = [not torch.equal(a, b.mlp.fc2.weight) for a, b in zip(before, peer.dense.blocks, strict=True)]
-        assert any(changed) == hands
-
-
 def test_peers_may_have_aligned_heads(start, tmp_path: Path) -> None:
     given, data = start
     turned = []

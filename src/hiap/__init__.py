@@ -19,7 +19,6 @@ from hiap.cost import Counts, MacCost, ParamCost, expected_counts, hard_counts, 
 from hiap.errors import CheckpointError, ExtractionError, TopologyError, UnsupportedModelError
 from hiap.extract import Provenance, extract
 from hiap.gates import GRANULARITIES, Gate
-from hiap.handover import hand_over
 from hiap.latency import LatencyCost, LatencyError, LatencyTable
 from hiap.measuring import measure
 from hiap.optimize import compiled, optimize
@@ -56,7 +55,6 @@ __all__ = [
     "expected_counts",
     "extract",
     "gates",
-    "hand_over",
     "hard_counts",
     "harden",
     "load",

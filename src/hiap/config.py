@@ -93,9 +93,6 @@ class Config:
     align_heads: bool | None = _option(
         None, "turn the dims of heads to axes that can be cut before the search; by default with a target"
     )
-    hand_over: bool | None = _option(
-        None, "let open units carry what closed ones did, as far as they can; by default with a target"
-    )
     # course
     epochs: int = _option(15, "length of the run")
     stop_after: int | None = _option(None, "end after this many epochs of the schedule")
@@ -229,10 +226,6 @@ class Config:
             return tuple(self.granularities)
         joined = self.target is not None and len(set(self.ratio)) == 1 and not qk_norm
         return (*PAPER, *(["qk_dim"] if joined else []), *(["attention"] if self.cost else []))
-
-    def by_target(self, choice: bool | None) -> bool:
-        """A choice that, where it is left open, is yes with a target."""
-        return self.target is not None if choice is None else choice
 
     def to_yaml(self) -> str:
         text: str = yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)

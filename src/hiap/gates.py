@@ -114,10 +114,6 @@ class GatedLinear(nn.Linear):
             first outputs).
         gates: by granularity. `attention` and `block` scale the whole output, bias included; `qk_dim` scales the
             query rows, which come first; the others scale the inputs.
-
-    Attributes:
-        told: where set, each input as the others tell it, and a constant: (in_features, in_features + 1). As far as the
-            gate of an input is closed, that guess takes its place instead of nothing.
     """
 
     def __init__(self, linear: nn.Linear, units: Sequence[int], gates: dict[str, Gate]) -> None:
@@ -125,7 +121,6 @@ class GatedLinear(nn.Linear):
         _take_over(self, linear)
         self.units = torch.Size(units)
         self.gates = nn.ModuleDict(gates).train(linear.training)
-        self.told: Tensor | None = None
 
     def plain(self) -> nn.Linear:
         """The ungated layer, on the same parameters."""
@@ -143,22 +138,8 @@ class GatedLinear(nn.Linear):
             weight, bias = _ScaledWeight.apply(self, self.weight, self.bias, *[gate.logit for gate in gates.values()])
         else:
             _, outputs, scale = self.scales({kind: gate() for kind, gate in gates.items()})
-            weight, bias = self.scaled(self.weight, self.bias, outputs, scale)
+            weight, bias = _scaled(self.weight, self.bias, outputs, scale)
         return F.linear(input, weight, bias)
-
-    def scaled(
-        self, weight: Tensor, bias: Tensor | None, outputs: Tensor | None, scale: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias under gates."""
-        gated = weight * scale
-        # A view, so that autograd does not take an unscaled bias for an output that is an input.
-        offset = None if bias is None else bias.view_as(bias) if outputs is None else bias * outputs.view(-1)
-        if self.told is not None:
-            lost = weight * ((1.0 if outputs is None else outputs) - scale)
-            added = lost @ self.told.to(lost.dtype)
-            gated = gated + added[:, :-1]
-            offset = None if offset is None else offset + added[:, -1]
-        return gated.to(weight.dtype), None if bias is None or offset is None else offset.to(bias.dtype)
 
     def scales(self, values: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """What gate values multiply: inputs (in_features), outputs (1) or (out_features, 1), and the weight."""
@@ -191,24 +172,15 @@ class _ScaledWeight(torch.autograd.Function):
         ctx.layer = layer
         ctx.values = {name: gate.values() for name, gate in layer.by_kind().items()}
         inputs, outputs, scale = layer.scales({name: z for name, (z, _) in ctx.values.items()})
-        ctx.save_for_backward(weight, bias, inputs, outputs, scale, layer.told)
-        return layer.scaled(weight, bias, outputs, scale)
+        ctx.save_for_backward(weight, bias, inputs, outputs, scale)
+        return _scaled(weight, bias, outputs, scale)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        weight, bias, inputs, outputs, scale, told = ctx.saved_tensors
+        weight, bias, inputs, outputs, scale = ctx.saved_tensors
         layer: GatedLinear = ctx.layer
         grad_weight, grad_bias = grads
-        grad_told: Tensor | None = None
-        if told is not None:  # what a unit sends is partly told by others: only the rest hangs on its gate
-            told = told.to(torch.promote_types(told.dtype, grad_weight.dtype))
-            grad_told = grad_weight.to(told.dtype) @ told[:, :-1].T
-            grad_told = grad_told if grad_bias is None else grad_told + grad_bias.unsqueeze(1) * told[:, -1]
-            grad_weight = grad_weight - grad_told
-        to_weight = grad_weight * scale if ctx.needs_input_grad[1] else None
-        if to_weight is not None and grad_told is not None:
-            to_weight = to_weight + (grad_told if outputs is None else grad_told * outputs)
-        to_weight = None if to_weight is None else to_weight.to(weight.dtype)
+        to_weight = (grad_weight * scale).to(weight.dtype) if ctx.needs_input_grad[1] else None
         to_bias = grad_bias
         if outputs is not None and grad_bias is not None:
             to_bias = (grad_bias * outputs.view(-1)).to(bias.dtype)
@@ -219,7 +191,6 @@ class _ScaledWeight(torch.autograd.Function):
             if name in WHOLE:
                 whole = (columns * inputs).sum() if columns is not None else product.sum()
                 whole = whole if bias is None else whole + (grad_bias.to(scale.dtype) * bias).sum()
-                whole = whole if grad_told is None else whole + (grad_told * weight).sum()
                 found[name] = whole.view(1)
             elif name == "qk_dim":
                 rows = product.sum(1) if bias is None else product.sum(1) + grad_bias * bias
@@ -240,6 +211,14 @@ class _ScaledWeight(torch.autograd.Function):
             gradient = (found[name] * slope).view(-1).to(gate.logit.dtype) if slope is not None and needed else None
             to_logits.append(gradient)
         return None, to_weight, to_bias, *to_logits
+
+
+def _scaled(weight: Tensor, bias: Tensor | None, outputs: Tensor | None, scale: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias under gates."""
+    if bias is not None:
+        # A view, so that autograd does not take an unscaled bias for an output that is an input.
+        bias = bias.view_as(bias) if outputs is None else (bias * outputs.view(-1)).to(bias.dtype)
+    return (weight * scale).to(weight.dtype), bias
 
 
 def _take_over(new: nn.Linear, old: nn.Linear) -> None:

@@ -41,7 +41,6 @@ from hiap.evaluate import evaluate
 from hiap.extract import extract, slices
 from hiap.families import timm as family
 from hiap.families.timm import ViT
-from hiap.handover import Handover
 from hiap.latency import LatencyCost
 from hiap.measuring import network_cost
 from hiap.objective import Teacher, cost_terms, distillation, feasibility_terms, task_loss
@@ -67,8 +66,7 @@ from hiap.topology import Topology, harden, set_topology
 __all__ = ["Result", "Run", "prune"]
 
 PROJECTIONS = 100  # times the budget moves in a run
-HANDOVERS = 20  # times open units are told what closed ones carried
-ENOUGH = 512  # images that tell what goes on in a network
+ALIGNING = 512  # images, at least, that the axes of heads are found on
 FACTS = ("top1", "hard_macs", "cost", "open_heads", "open_blocks")  # that the live line shows
 
 
@@ -154,7 +152,6 @@ class Run:
         self.topology: Topology | None = None
         self.facts: dict[str, Any] = {}
         self.controller: Controller | None = None
-        self.handover: Handover | None = None
         self.teacher: Teacher | None = None
         self._terminated = False
         self.progress = Progress(self.main)
@@ -182,7 +179,7 @@ class Run:
         elif self.stage == "search":
             self.start = copy.deepcopy(self.dense).cpu().eval()
             self.teacher = make_teacher(config, self.dense, self.norm, self.other_teacher)
-            if fresh and config.by_target(config.align_heads):
+            if fresh and (config.align_heads if config.align_heads is not None else config.target):
                 self._align()
             self.raw = attach(self.dense, self.kinds, config.keep_blocks, logit=config.start_logit, seed=config.seed)
             self.cost = self.make_cost(self.raw)
@@ -190,14 +187,12 @@ class Run:
                 self.controller = self._controller(self.raw)
                 self.controller.project(self.controller.dense_cost, self.schedule.sharpness(0))
         self._prepare()
-        if self.stage == "search" and config.by_target(config.hand_over):
-            self.handover = Handover(self.raw, [self.average.module] if self.average else [], self._mean)
 
     def _align(self) -> None:
         """Turn the dims of heads to axes that can be cut, those of the kinds that have gates."""
         queries, values = "qk_dim" in self.kinds, "value_dim" in self.kinds
         batches = self.data.train(self.config.dense_epochs, 0, self.config.batch_size, self.rank, self.world)
-        images = (x.to(self.device) for x, _ in islice(batches, -(-ENOUGH // self.config.batch_size)))
+        images = (x.to(self.device) for x, _ in islice(batches, -(-ALIGNING // self.config.batch_size)))
         if queries or values:
             align_heads(self.dense, images, queries=queries, values=values, reduce=self._mean)
 
@@ -231,11 +226,8 @@ class Run:
             for gate in gates(model):
                 gate.gradient = None
             set_topology(model, topology)
-        if self.handover is not None:
-            self._hand_over()
-            self.handover.settle()
         self.record["hard_top1"] = self._accuracy()
-        self.topology, self.controller, self.handover = topology, None, None
+        self.topology, self.controller = topology, None
         self.record["shrunk"] = self.config.shrink and self.step < self.stop
         if self.record["shrunk"]:
             self._shrink(topology)
@@ -334,8 +326,6 @@ class Run:
                 draws=self.step * config.accumulate,
             )
         x, target = self._mix(x.to(self.device), y.to(self.device), number)
-        if self.handover is not None:
-            self.images = x.chunk(config.accumulate)[0][:ENOUGH]
         self.model.train()
         total: dict[str, Tensor] = {}
         parts = zip(x.chunk(config.accumulate), target.chunk(config.accumulate), strict=True)
@@ -371,13 +361,6 @@ class Run:
             allowed = self.schedule.budget(after, controller.dense_cost, controller.target)
             controller.project(allowed, self.schedule.sharpness(after))
             self.facts |= self._facts(controller.widths)
-        if self.handover is not None and after % max(1, self.schedule.freeze // HANDOVERS) == 0:
-            self._hand_over()
-
-    def _hand_over(self) -> None:
-        assert self.handover is not None
-        with self.accelerator.autocast():
-            self.handover.update(self.images)
 
     def _facts(self, widths: Sequence[Widths]) -> dict[str, Any]:
         """What a network of these widths has and costs."""
@@ -534,8 +517,6 @@ class Run:
         tensors |= {f"optimizer.{name}": tensor for name, tensor in moments.items()}
         if self.controller is not None:
             tensors["controller.importance"] = self.controller.importance
-        if self.handover is not None:
-            tensors |= {f"handover.{name}": tensor for name, tensor in self.handover.state().items()}
         state = {
             "stage": self.stage,
             "step": self.step,
@@ -543,7 +524,6 @@ class Run:
             "record": self.record,
             "scalars": scalars,
             "observations": self.controller.observations if self.controller else 0,
-            "handovers": self.handover.updates if self.handover else 0,
             "scaler": self.accelerator.scaler.state_dict() if self.accelerator.scaler else None,
             "topology": self.topology.to_json() if self.topology else None,
             "shrunk": self.raw.hiap.logit_difference if self.topology and not is_gated(self.raw) else None,
@@ -570,7 +550,7 @@ class Run:
         self.begin(fresh=False)
         self.stage = stage
         if state["topology"] is not None:
-            self.topology, self.controller, self.handover = Topology.from_json(state["topology"]), None, None
+            self.topology, self.controller = Topology.from_json(state["topology"]), None
             self.raw = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
             if state["shrunk"] is not None:
                 self.raw = extract(self.raw, self.topology, self.config.round_to)
@@ -595,8 +575,6 @@ class Run:
         unpack_optimizer(self.optimizer, self.raw, part("optimizer."), state["scalars"])
         if self.controller is not None:
             self.controller.restore(tensors["controller.importance"], state["observations"])
-        if self.handover is not None:
-            self.handover.restore(part("handover."), state["handovers"])
         if state["scaler"] and self.accelerator.scaler:
             self.accelerator.scaler.load_state_dict(state["scaler"])
 

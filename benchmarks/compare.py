@@ -76,7 +76,7 @@ def data_of(options: argparse.Namespace, config: Config, final: bool, device: to
     """The images of a run; they are read once."""
     if final not in _DATA:
         if options.model is None:
-            _DATA[final] = sheets(options.data, options.start, final, device, config.seed, options.limit)
+            _DATA[final] = sheets(options.data, config, final, device, options.limit)
         else:
             model = dense_model(config)
             sites(model)  # refuses what is no ViT

@@ -91,7 +91,7 @@ def train(
         given["batch_size"] = 200
     given |= assignments(options.set)
     config = configuration(options.start, options.weights, given)
-    data = sheets(options.data, options.start, True, device, seed, options.limit)
+    data = sheets(options.data, config, True, device, options.limit)
     result = prune(config, out, resume=out.exists(), data=data, cost=lambda model: ARMS[arm](model, table))
     record = result.record | {"topology": [vars(site.widths) for site in sites(result.model)]}
     own = {"start": options.start, "arm": arm, "target": target, "mode": options.mode, "device": table.device}

@@ -39,7 +39,7 @@ BASE = {
 }
 
 
-def configuration(start: str, weights: str, given: dict[str, Any]) -> Config:
+def configuration(start: str, weights: str | None, given: dict[str, Any]) -> Config:
     """The base configuration of a start, with some options given."""
     model, size, (mean, std) = STARTS[start]
     own = {"model": model, "img_size": size, "mean": list(mean), "std": list(std), "weights": weights}
@@ -51,16 +51,17 @@ def assignments(pairs: Iterable[str]) -> dict[str, Any]:
     return {key: yaml.safe_load(value) for key, _, value in (pair.partition("=") for pair in pairs)}
 
 
-def sheets(folder: Path, start: str, final: bool, device: torch.device, seed: int, limit: int = 50) -> ByteData:
+def sheets(folder: Path, config: Config, final: bool, device: torch.device, limit: int = 50) -> ByteData:
     """Nine sheets and the tenth, or all ten and the validation sheet; `limit` images a class of each sheet."""
-    _, size, normalisation = STARTS[start]
     names = [f"train_{i}" for i in range(10 if final else 9)]
     parts = [validation_images(folder / f"{name}.jpg", range(limit)) for name in names]
     train = (torch.cat([images for images, _ in parts]), torch.cat([labels for _, labels in parts]))
     val = validation_images(folder / ("val.jpg" if final else "train_9.jpg"), range(limit))
+    assert config.img_size and config.mean and config.std
+    size, normalisation = (config.img_size, config.img_size), (config.mean, config.std)
+    augmentation = Augmentation(config.crop, config.flip, None, 0.0)
     classes = [str(i) for i in range(CLASSES)]
-    augmentation = Augmentation(0.35, 0.5, None, 0.0)
-    return ByteData(train, val, (size, size), normalisation, augmentation, device, seed, classes)
+    return ByteData(train, val, size, normalisation, augmentation, device, config.seed, classes)
 
 
 def main() -> None:
@@ -77,7 +78,7 @@ def main() -> None:
     given = assignments(options.set)
     config = configuration(options.start, options.weights, given)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    data = sheets(options.data, options.start, options.final, device, config.seed, options.limit)
+    data = sheets(options.data, config, options.final, device, options.limit)
     result = prune(config, options.out, data=data)
     print(json.dumps(result.record))
     if options.json:

@@ -22,6 +22,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(FOLDER))
 import compare  # noqa: E402
 from arms import LEARNED, PEERS, Peer, counted_macs, from_scratch  # noqa: E402
+from prune_tiny_imagenet import configuration, sheets  # noqa: E402
 
 SHAPE = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 4, "num_classes": 5}
 HALF = ((0.5,) * 3, (0.5,) * 3)
@@ -40,6 +41,26 @@ def start(tmp_path: Path):
     half = (images[:32], labels[:32])
     data = ByteData((images, labels), half, (16, 16), HALF, Augmentation(), torch.device("cpu"), 0, list("abcde"))
     return given, data
+
+
+def test_sheets_are_split_and_varied_as_asked(tmp_path: Path) -> None:
+    """The tenth sheet is held out, or all ten are trained on; crop and flip are the configuration's."""
+    for i, name in enumerate([*(f"train_{k}" for k in range(10)), "val"]):
+        ramp = torch.arange(64, dtype=torch.uint8) + 10 * i
+        pixels = ramp.view(1, 1, 64, 1).expand(200 * 64, 2, 64, 3).flatten(1, 2)
+        Image.fromarray(pixels.numpy()).save(tmp_path / f"{name}.jpg", quality=95)
+    given = {"crop": 1.0, "flip": 0.0, "img_size": 64}
+    for final, trained, scored in ((False, 9, 9), (True, 10, 10)):
+        data = sheets(tmp_path, configuration("vit_tiny", None, given), final, torch.device("cpu"), 1)
+        assert (data.train_size, data.val_size, data.classes) == (200 * trained, 200, 200)
+        (x, y), (val, labels) = next(data.train(0, 0, 200 * trained, 0, 1)), next(data.val(200))
+        assert labels.tolist() == list(range(200)) and y.bincount().tolist() == [trained] * 200
+        left = ((val[:, :, :, 0] * 0.5 + 0.5) * 255).mean()
+        assert abs(left - 10 * scored) < 2
+        first = ((x[:, :, :, 0] * 0.5 + 0.5) * 255).mean(dim=(1, 2))
+        assert sorted({round(float(one) / 10) for one in first}) == list(range(trained))
+    flipped = sheets(tmp_path, configuration("vit_tiny", None, given | {"flip": 1.0}), True, torch.device("cpu"), 1)
+    torch.testing.assert_close(next(flipped.train(0, 0, 2000, 0, 1))[0], x.flip(-1), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("arm", PEERS)

@@ -64,10 +64,7 @@ class Peer(Run):
 
     def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """What the run minimises, for a ranking."""
-        with self.accelerator.autocast():
-            logits = model(x)
-            teacher = self.teacher(x) if self.teacher else None
-        return self._weighted(self._terms(logits.float(), y, teacher))
+        return self._weighted(self._terms(model, x, y))
 
     @property
     def target(self) -> float:
@@ -93,8 +90,8 @@ class Penalised(Run):
         target = Target.parse(self.config.target).absolute(self.dense_macs)
         return (self.cost.total(expected_counts(self.raw)).detach() > target).float()
 
-    def _terms(self, logits: Tensor, target: Tensor, teacher: Tensor | None) -> dict[str, Tensor]:
-        terms = super()._terms(logits, target, teacher)
+    def _terms(self, model: nn.Module, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+        terms = super()._terms(model, x, target)
         if self.stage == "search":
             penalty = self.penalty()
             self.weights = {name: weight for name, (weight, _) in penalty.items()}

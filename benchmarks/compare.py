@@ -299,6 +299,8 @@ def check(options: argparse.Namespace) -> None:
             raise ValueError(f"--set {name} would contradict the records: use --{own[name]}")
         if name == "dense_epochs":
             raise ValueError("--set dense_epochs would give arms different starts: train it first and pass --weights")
+        if name == "distill_features" and any("torch_pruning" in arm for arm in arms):
+            raise ValueError("--set distill_features does not go with Torch-Pruning, whose networks are narrower")
         if name in OF_SEARCH and not set(arms).isdisjoint(PEERS):
             peers = ", ".join(arm for arm in arms if arm in PEERS)
             raise ValueError(f"--set {name} means nothing to {peers}: run it for the other --arms alone")

@@ -170,6 +170,7 @@ def test_a_comparison_is_run_and_timed(tmp_path: Path) -> None:
         ("--target 2Mparams", "must be in MACs"),
         ("--set lr=1e-3", "use --rates"),
         ("--set dense_epochs=3", "different starts"),
+        ("--set distill_features=1 --arms hiap,torch_pruning_taylor", "whose networks are narrower"),
         ("--set freeze_at=0.3 --arms hiap,taylor", "means nothing to taylor"),
         ("--data nowhere", "--data nowhere is no folder"),
         ("--model resnet18", "it is not a timm VisionTransformer"),

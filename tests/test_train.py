@@ -20,7 +20,7 @@ from hiap.budget import BudgetError
 from hiap.config import Config, ConfigError, read_config, recipes
 from hiap.data import Augmentation, ByteData
 from hiap.extract import slices
-from hiap.objective import Teacher, distillation, task_loss
+from hiap.objective import Teacher, distillation, feature_distance, task_loss, watch_blocks, watched_blocks
 from hiap.optimizer import carry_optimizer
 from hiap.start import plan
 from hiap.state import RunError, RunFolder
@@ -181,6 +181,79 @@ def test_distillation_and_mixed_targets() -> None:
     assert float(distillation(logits, teacher, 2.0)) == pytest.approx(float(expected), rel=1e-5)
     mixed = torch.softmax(torch.randn(4, 10), 1).double()
     assert float(task_loss(logits, mixed)) == pytest.approx(float(-(mixed * logits.log_softmax(1)).sum(1).mean()))
+
+
+def naive_distance(student: torch.nn.Module, teacher: torch.nn.Module, x: torch.Tensor, blocks: list[int]) -> float:
+    """By what timm itself hands out of these blocks."""
+    shares = []
+    for own, goal in zip(
+        *(
+            model.forward_intermediates(
+                x, indices=blocks, output_fmt="NLC", return_prefix_tokens=True, intermediates_only=True
+            )
+            for model in (student, teacher)
+        ),
+        strict=True,
+    ):
+        (own, own_prefix), (goal, goal_prefix) = own, goal
+        own, goal = torch.cat([own_prefix, own], 1), torch.cat([goal_prefix, goal], 1)
+        shares.append((own - goal).square().mean() / (goal - goal.mean((0, 1))).square().mean())
+    return float(torch.stack(shares).mean())
+
+
+def test_features_are_compared_with_those_of_the_dense_model(tmp_path: Path) -> None:
+    run = Run(tiny(distill_features=3.0), tmp_path / "run", data=noise_data(512, 8))
+    run.resume_or_begin()
+    x, y = next(run.data.train(0, 0, 64, 0, 1))
+    run.raw.eval()
+    assert float(run._terms(run.model, x, y)["features"]) < 1e-9  # all gates are open
+    for gate in hiap.gates(run.raw):
+        gate.logit.data.uniform_(-1, 3)
+    terms = run._terms(run.model, x, y)
+    blocks = list(range(len(run.raw.blocks)))
+    assert float(terms["features"]) == pytest.approx(naive_distance(run.raw, run.teacher.model, x, blocks), rel=1e-4)
+    expected = 0.5 * terms["task"] + 0.5 * terms["distill"] + 3 * terms["features"]
+    assert float(run._weighted(terms)) == pytest.approx(float(expected), rel=1e-6)
+    terms["features"].backward()
+    assert run.raw.blocks[0].mlp.fc1.weight.grad.abs().max() > 0
+    assert all(not block._forward_hooks for model in (run.raw, run.teacher.model) for block in model.blocks)
+
+
+def test_features_alone_can_teach(tmp_path: Path) -> None:
+    found = {}
+    for weight in (0.0, 10.0):
+        config = tiny(distill_features=weight, distill_weight=0.0, lr=1e-2)
+        prune(config, tmp_path / str(weight), data=noise_data(512, 8))
+        lines = [json.loads(line) for line in (tmp_path / str(weight) / "metrics.jsonl").read_text().splitlines()]
+        found[weight] = [line.get("features") for line in lines if line["stage"] == "recover"]
+    assert all(value is None for value in found[0.0])
+    assert 0 < found[10.0][-1] < found[10.0][0]
+
+
+def test_blocks_that_are_watched() -> None:
+    assert [watched_blocks(depth) for depth in (12, 5, 2, 1)] == [(2, 5, 8, 11), (1, 2, 3, 4), (0, 1), (0,)]
+    model = make()
+    with pytest.raises(RuntimeError, match="stop"), watch_blocks(model, [0]) as found:
+        model(images(model))
+        raise RuntimeError("stop")
+    assert len(found) == 1 and not model.blocks[0]._forward_hooks
+    one = torch.ones(1, 1, 4)
+    assert float(feature_distance([2 * one], [one])) == 1.0  # nothing is spread: as a share of its size
+
+
+def test_an_optimised_teacher_tells_what_its_last_block_computes() -> None:
+    model, norm = make(depth=2), ((0.5,) * 3, (0.5,) * 3)
+    x = images(model)
+    found = []
+    for dtype in (None, torch.float64):
+        teacher = Teacher(model, norm, norm, (32, 32), torch.device("cpu"), dtype)
+        with watch_blocks(teacher.network, (0, 1)) as features:
+            teacher(x)
+        found.append(features)
+    (first, last), (fast_first, fast_last) = found
+    torch.testing.assert_close(fast_first, first)
+    torch.testing.assert_close(fast_last, last[:, :1])
+    assert float(feature_distance([first, last], [fast_first, fast_last])) < 1e-12
 
 
 def test_the_teacher_sees_its_own_normalisation_and_size() -> None:
@@ -378,12 +451,15 @@ class TestConfig:
         ):
             assert text in str(caught.value)
         late = {"eval_every": 0, "min_heads": -1, "seed": -1, "checkpoint_every": 0, "clip_grad": -1.0}
-        late |= {"policy": "nonsense", "opt": "nope"}
+        late |= {"policy": "nonsense", "opt": "nope", "distill_features": -1.0}
         with pytest.raises(ConfigError) as caught:
             read_config("digits", late)
         assert all(f"\n  {name} must be" in str(caught.value) for name in late)
         with pytest.raises(ConfigError, match=r"unknown option 'epoch'\n.*lr must be float; found 'high'"):
             read_config("digits", {"epoch": 3, "lr": "high"})
+        for teacher in ("none", "resnet18"):
+            with pytest.raises(ConfigError, match="0 unless the teacher is 'self'; found 1"):
+                tiny(distill_features=1.0, teacher=teacher)
         with pytest.raises(ConfigError, match="give either target, or lambda_macro"):
             read_config(None, {"model": "vit_tiny_patch16_224"})
         with pytest.raises(ConfigError, match=r"no recipe and no file 'nothing'; recipes: .*digits"):

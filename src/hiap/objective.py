@@ -1,12 +1,13 @@
 """The training objective, term by named term (paper, section 3.3).
 
-`task + distill + lambda_macro * macro + lambda_micro * micro + feasibility`: costs are shares of the dense prunable
-cost, feasibility is on probabilities.
+`task + distill + features + lambda_macro * macro + lambda_micro * micro + feasibility`: costs are shares of the dense
+prunable cost, feasibility is on probabilities.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +17,18 @@ from torch import Tensor, nn
 from hiap.attach import gates_by_block
 from hiap.cost import Cost, expected_counts
 from hiap.errors import UnsupportedModelError
-from hiap.optimize import optimize
+from hiap.optimize import Optimized, optimize
 
-__all__ = ["Teacher", "cost_terms", "distillation", "feasibility_terms", "task_loss"]
+__all__ = [
+    "Teacher",
+    "cost_terms",
+    "distillation",
+    "feasibility_terms",
+    "feature_distance",
+    "task_loss",
+    "watch_blocks",
+    "watched_blocks",
+]
 
 
 def task_loss(logits: Tensor, target: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -34,6 +44,40 @@ def distillation(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     student = F.log_softmax(logits.float() / temperature, dim=-1)
     target = F.log_softmax(teacher.float() / temperature, dim=-1)
     return F.kl_div(student, target, reduction="batchmean", log_target=True) * temperature**2
+
+
+def watched_blocks(depth: int) -> tuple[int, ...]:
+    """The blocks whose outputs are compared: the last of each quarter of the network."""
+    return tuple(sorted({-(-depth * quarter // 4) - 1 for quarter in (1, 2, 3, 4)}))
+
+
+@contextmanager
+def watch_blocks(model: nn.Module, blocks: Sequence[int]) -> Iterator[list[Tensor]]:
+    """Collect what these blocks of a ViT send on in a forward pass, in their order. Each (B, N, D)"""
+    found: list[Tensor] = []
+    chosen = [model.get_submodule(f"blocks.{i}") for i in blocks]
+    hooks = [block.register_forward_hook(lambda _block, _args, output: found.append(output)) for block in chosen]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def feature_distance(features: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tensor:
+    """Squared distance from the features of a teacher, as a share of how far those are spread; mean over blocks.
+
+    Gates and extraction leave the residual stream as wide as it was, so that features compare as they are.
+
+    Args:
+        features, teacher: (B, N, D) a block. Where a teacher computes only its first tokens, those are compared.
+    """
+    shares = []
+    for own, goal in zip(features, teacher, strict=True):
+        own, goal = own[:, : goal.shape[1]].flatten(0, 1).float(), goal.flatten(0, 1).float()
+        spread = (goal - goal.mean(0) if len(goal) > 1 else goal).square().sum(1).mean()
+        shares.append((own - goal).square().sum(1).mean() / spread)
+    return torch.stack(shares).mean()
 
 
 def cost_terms(model: nn.Module, cost: Cost) -> dict[str, Tensor]:
@@ -87,6 +131,11 @@ class Teacher:
         self.same = student == teacher
         self.size = tuple(size)
 
+    @property
+    def network(self) -> nn.Module:
+        """What computes the logits."""
+        return self.model if self.fast is None else self.fast.model
+
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:
         """Logits of the teacher for a batch normalised for the student."""
@@ -102,7 +151,7 @@ class Teacher:
             return logits
 
 
-def _optimized(model: nn.Module, dtype: torch.dtype) -> nn.Module | None:
+def _optimized(model: nn.Module, dtype: torch.dtype) -> Optimized | None:
     """The same logits with less memory traffic, for models that allow it."""
     try:
         return optimize(model, dtype, pad=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["Progress", "Stopwatch", "epoch_line"]
 
-TERMS = ("task", "distill", "macro", "micro", "feasible_head", "feasible_dim", "feasible_ffn")
+TERMS = ("task", "distill", "features", "macro", "micro", "feasible_head", "feasible_dim", "feasible_ffn")
 
 
 def epoch_line(line: dict[str, Any], target: str | None) -> str:

@@ -90,7 +90,7 @@ def fit_classifier(config: Config, model: ViT, classes: int) -> None:
     if model.num_classes == classes:
         return
     trained = config.weights is not None or config.pretrained
-    if trained and config.teacher == "self" and config.distill_weight and not config.dense_epochs:
+    if trained and config.teacher == "self" and config.taught and not config.dense_epochs:
         raise ConfigError(
             f"the weights of {config.model} are for {model.num_classes} classes, the data has {classes}: with a new "
             "classifier the dense model has nothing to teach. Pass --weights FILE of one trained on this data, "
@@ -105,7 +105,7 @@ def other_teacher(config: Config, classes: int, channels: int) -> nn.Module | No
     Raises:
         ConfigError: timm does not know it, its weights cannot be had, or it does not fit the data.
     """
-    if config.teacher in ("none", "self") or config.distill_weight == 0:
+    if config.teacher == "self" or not config.taught:
         return None
     given = config.teacher_weights
     try:
@@ -129,7 +129,7 @@ def other_teacher(config: Config, classes: int, channels: int) -> nn.Module | No
 
 def make_teacher(config: Config, dense: ViT, norm: Normalisation, other: nn.Module | None) -> Teacher | None:
     """The teacher of a run, if it has one: the other model, else the dense one as it is now."""
-    if config.teacher == "none" or config.distill_weight == 0:
+    if not config.taught:
         return None
     device = next(dense.parameters()).device
     dtype = torch.bfloat16 if config.precision == "bf16" else None

@@ -27,7 +27,7 @@ from timm.data import Mixup
 from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
 from timm.utils import ModelEmaV3
-from torch import Tensor
+from torch import Tensor, nn
 
 from hiap.attach import attach, gates, is_gated, parameter_groups, set_gates
 from hiap.axes import align_heads
@@ -43,7 +43,16 @@ from hiap.families import timm as family
 from hiap.families.timm import ViT
 from hiap.latency import LatencyCost
 from hiap.measuring import network_cost
-from hiap.objective import Teacher, cost_terms, distillation, feasibility_terms, task_loss
+from hiap.objective import (
+    Teacher,
+    cost_terms,
+    distillation,
+    feasibility_terms,
+    feature_distance,
+    task_loss,
+    watch_blocks,
+    watched_blocks,
+)
 from hiap.optimizer import carry_optimizer, pack_optimizer, unpack_optimizer
 from hiap.progress import Progress, Stopwatch, epoch_line
 from hiap.start import (
@@ -332,10 +341,7 @@ class Run:
         for i, (xs, ys) in enumerate(parts):
             last = i == config.accumulate - 1
             with nullcontext() if last else self.accelerator.no_sync(self.model):
-                with self.accelerator.autocast():
-                    logits = self.model(xs)
-                    teacher = self.teacher(xs) if self.teacher and self.stage != "dense" else None
-                terms = self._terms(logits.float(), ys, teacher)
+                terms = self._terms(self.model, xs, ys)
                 self.accelerator.backward(self._weighted(terms) / config.accumulate)
             for name, value in terms.items():
                 total[name] = total.get(name, torch.zeros((), device=self.device)) + value.detach() / config.accumulate
@@ -393,11 +399,19 @@ class Run:
         mixed: tuple[Tensor, Tensor] = mixup(x, y)
         return mixed
 
-    def _terms(self, logits: Tensor, target: Tensor, teacher: Tensor | None) -> dict[str, Tensor]:
-        config = self.config
+    def _terms(self, model: nn.Module, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+        """The loss of a batch, term by term."""
+        config, teacher = self.config, self.teacher if self.stage != "dense" else None
+        blocks = watched_blocks(len(self.dense.blocks)) if teacher and config.distill_features else ()
+        with self.accelerator.autocast(), watch_blocks(self.accelerator.unwrap_model(model), blocks) as features:
+            logits = model(x).float()
         terms = {"task": task_loss(logits, target, config.smoothing)}
         if teacher is not None:
-            terms["distill"] = distillation(logits, teacher, config.distill_temperature)
+            with self.accelerator.autocast(), watch_blocks(teacher.network, blocks) as goals:
+                told = teacher(x)
+            terms["distill"] = distillation(logits, told, config.distill_temperature)
+            if blocks:
+                terms["features"] = feature_distance(features, goals)
         if self.stage == "search" and config.target is None:
             terms |= cost_terms(self.raw, self.cost)
             terms |= feasibility_terms(self.raw, config.min_heads, config.min_value_dims, config.min_neurons)
@@ -409,6 +423,7 @@ class Run:
         weights = {
             "task": 1.0 - share,
             "distill": share,
+            "features": config.distill_features,
             "macro": config.lambda_macro or 0.0,
             "micro": config.lambda_micro or 0.0,
             "feasible_head": config.beta_head,

@@ -70,11 +70,11 @@ def feature_distance(features: Sequence[Tensor], teacher: Sequence[Tensor]) -> T
     Gates and extraction leave the residual stream as wide as it was, so that features compare as they are.
 
     Args:
-        features, teacher: (B, N, D) a block. Where a teacher computes only its first tokens, those are compared.
+        features, teacher: (B, N, D) a block.
     """
     shares = []
     for own, goal in zip(features, teacher, strict=True):
-        own, goal = own[:, : goal.shape[1]].flatten(0, 1).float(), goal.flatten(0, 1).float()
+        own, goal = own.flatten(0, 1).float(), goal.flatten(0, 1).float()
         spread = (goal - goal.mean(0) if len(goal) > 1 else goal).square().sum(1).mean()
         shares.append((own - goal).square().sum(1).mean() / spread)
     return torch.stack(shares).mean()
@@ -111,6 +111,7 @@ class Teacher:
         student, teacher: (mean, std), each a value a channel.
         size: height and width the teacher wants.
         dtype: compute a ViT in it, optimised for inference; by default, and for other models, autocast has its way.
+        watched: its blocks are, so that the last one computes more than the classifier reads.
     """
 
     def __init__(
@@ -121,9 +122,10 @@ class Teacher:
         size: tuple[int, int],
         device: torch.device,
         dtype: torch.dtype | None = None,
+        watched: bool = False,
     ) -> None:
         self.model = model.eval().requires_grad_(False).to(device)
-        self.fast = _optimized(self.model, dtype) if dtype is not None else None
+        self.fast = _optimized(self.model, dtype, last_block=not watched) if dtype is not None else None
         mean_s, std_s, mean_t, std_t = (
             torch.tensor(list(values), device=device).view(1, -1, 1, 1) for values in (*student, *teacher)
         )
@@ -151,9 +153,9 @@ class Teacher:
             return logits
 
 
-def _optimized(model: nn.Module, dtype: torch.dtype) -> Optimized | None:
+def _optimized(model: nn.Module, dtype: torch.dtype, last_block: bool) -> Optimized | None:
     """The same logits with less memory traffic, for models that allow it."""
     try:
-        return optimize(model, dtype, pad=False)
+        return optimize(model, dtype, pad=False, last_block=last_block)
     except UnsupportedModelError:
         return None

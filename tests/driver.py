@@ -20,6 +20,7 @@ SMALL = {
     "freeze_at": 0.5,
     "ema": 0.9,
     "mixup": 0.2,
+    "distill_features": 1.0,
     "checkpoint_every": 3,
     "warmup_epochs": 0,
 }

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hiap
 from conftest import images, make
 from hiap.attach import gates_by_block, noise_source
+from hiap.gates import GatedLinear
 from reference import naive_forward
 
 ALL = hiap.GRANULARITIES
@@ -96,6 +97,24 @@ def test_gradients_are_those_of_the_equations(chosen: tuple[str, ...], name: str
         gradients.extend((key, p.grad) for key, p in model.named_parameters())
     for (key, a), (_, b) in zip(found, expected, strict=True):
         assert (a - b).abs().max() <= 1e-10 * b.abs().max(), key
+
+
+def test_closed_gates_make_no_denormal_numbers() -> None:
+    """CPUs compute with them many times slower, and products of gates would be full of them."""
+    model = hiap.attach(make().float(), hiap.GRANULARITIES).train()
+    hiap.set_gates(model, temperature=0.05, noise_scale=1.0)
+    for gate in hiap.gates(model):
+        gate.logit.data.uniform_(-5, 5, generator=torch.Generator().manual_seed(0))
+    model(images(model).float())
+    layers = [module for module in model.modules() if isinstance(module, GatedLinear)]
+    scales = torch.cat(
+        [layer.scales({k: g.values()[0] for k, g in layer.by_kind().items()})[2].flatten() for layer in layers]
+    )
+    exact = [torch.sigmoid((g.logit.detach().double() + g.noise.double()) / 0.05) for g in hiap.gates(model)]
+    assert min(float(z.min()) for z in exact) < 1e-30 and (scales == 0).any()
+    assert not ((scales != 0) & (scales < 1e-20)).any()
+    for gate, z in zip(hiap.gates(model), exact, strict=True):
+        torch.testing.assert_close(gate.values()[0].double().flatten(), z, atol=1e-6, rtol=0)
 
 
 def test_dense_checkpoints_load_into_gated_models_and_back() -> None:

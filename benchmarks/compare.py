@@ -285,8 +285,11 @@ def check(options: argparse.Namespace) -> None:
     for arm in [*arms, *([options.like] if options.like else [])]:
         if arm not in ARMS:
             raise ValueError(f"unknown arm {arm}; known: {', '.join(ARMS)}")
-    if any("torch_pruning" in arm for arm in arms) and find_spec("torch_pruning") is None:
-        raise ValueError("the arms of Torch-Pruning need it: pip install torch-pruning, or choose others with --arms")
+    if any("torch_pruning" in arm for arm in arms):
+        if "distill_features" in assignments(options.set):
+            raise ValueError("--set distill_features does not go with Torch-Pruning, whose networks are narrower")
+        if find_spec("torch_pruning") is None:
+            raise ValueError("the arms of Torch-Pruning need it: pip install torch-pruning, or choose other --arms")
     if not options.data.is_dir():
         raise ValueError(f"--data {options.data} is no folder")
     if not (options.weights or options.model):
@@ -299,8 +302,6 @@ def check(options: argparse.Namespace) -> None:
             raise ValueError(f"--set {name} would contradict the records: use --{own[name]}")
         if name == "dense_epochs":
             raise ValueError("--set dense_epochs would give arms different starts: train it first and pass --weights")
-        if name == "distill_features" and any("torch_pruning" in arm for arm in arms):
-            raise ValueError("--set distill_features does not go with Torch-Pruning, whose networks are narrower")
         if name in OF_SEARCH and not set(arms).isdisjoint(PEERS):
             peers = ", ".join(arm for arm in arms if arm in PEERS)
             raise ValueError(f"--set {name} means nothing to {peers}: run it for the other --arms alone")

@@ -26,7 +26,7 @@ from hiap.start import plan
 from hiap.state import RunError, RunFolder
 from hiap.train import Run, prune
 
-TINY = {**SMALL, "dense_epochs": 0, "ema": 0.0, "mixup": 0.0, "eval_every": 1000}
+TINY = {**SMALL, "dense_epochs": 0, "ema": 0.0, "mixup": 0.0, "distill_features": 0.0, "eval_every": 1000}
 
 
 def noise_data(images: int = 64, size: int = 16) -> ByteData:

@@ -11,9 +11,10 @@ IMAGES holds `train/` and `val/`, a folder a class in each; SHEETS those of Tiny
 Every arm chooses its learning rate from the same grid on a held-out tenth of the training images (sheet 9), with
 seed 0; then it is trained on all of them with its best rate, once for each seed, and scored on the validation set.
 What is already in the records is not run again, so a comparison goes on where it stopped; several processes may share a
-device and the records. `clock`, alone on the device, then times what they cannot: an epoch of each arm and a forward of
-its network. `--like hiap` gives every arm as many epochs as fit into HiAP's training time. A variant of an arm is made
-with `--set` and has rows of its own. The arms of Torch-Pruning need `torch-pruning`, plots `matplotlib`.
+device and the records. `clock`, alone on the device, then times what they cannot: steps of each arm and a forward of
+its network; once there is such a record, tables and plots have no other times. `--like hiap` gives every other arm as
+many epochs as fit into HiAP's training time. A variant of an arm is made with `--set` and has rows of its own. The arms
+of Torch-Pruning need `torch-pruning`, plots `matplotlib`.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from typing import Any
 import torch
 from arms import ARMS, GATED, LEARNED, PEERS, SCRATCH, Peer, counted_macs, from_scratch
 from prune_tiny_imagenet import BASE, STARTS, assignments, configuration, sheets
-from report import CLOCK, KEY, clocked, duration, read, table
+from report import CLOCK, KEY, read, table, timed
 
 import hiap
 from hiap.bench import runner
@@ -52,6 +53,8 @@ OF_SEARCH = {  # options that arms without a search do not read
     *("gate_window", "freeze_at", "shrink", "start_logit", "tau_start", "tau_decay", "tau_floor", "noise_start"),
     *("noise_end", "ramp_start", "ramp_end", "ramp_power", "sharp_start", "sharp_end", "lambda_macro", "lambda_micro"),
 }
+
+CLOCKED = 12  # steps of an epoch that `clock` takes
 
 _DATA: dict[bool, ByteData] = {}
 
@@ -94,6 +97,9 @@ def run_arm(
 ) -> dict[str, Any]:
     """One run of one arm: what it scores, costs and took."""
     data = data_of(options, config, final is not False, device)
+    steps = data.train_size // config.batch_size
+    if final == CLOCK:
+        data = data.first(CLOCKED * config.batch_size)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "run")
         if arm in GATED:
@@ -107,7 +113,10 @@ def run_arm(
             network, record, macs = peer.train(), peer.record, counted_macs(peer.raw, peer)
             dense, search = peer.dense, 0.0
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    epoch_s = {line["stage"]: min(one["seconds"] for one in lines if one["stage"] == line["stage"]) for line in lines}
+    longer = steps / (data.train_size // config.batch_size)
+    epoch_s = {
+        line["stage"]: longer * min(one["seconds"] for one in lines if one["stage"] == line["stage"]) for line in lines
+    }
     widths = None if "torch_pruning" in arm else [vars(site.widths) for site in sites(network)]
     if final == CLOCK and widths:  # what the whole run found, rather than a short one
         widths = of(options, arm, True)[0]["widths"]
@@ -177,6 +186,8 @@ def run(options: argparse.Namespace) -> None:
     deadline = time.perf_counter() + 3600 * options.hours
     rates, seeds = [float(rate) for rate in options.rates.split(",")], [int(s) for s in options.seeds.split(",")]
     for arm in options.arms.split(","):
+        if arm == options.like:  # its runs at equal epochs are those
+            continue
         if len(rates) > 1 or options.held_out:
             for lr in rates:
                 take_record(options, arm, lr, 0, False, options.epochs, deadline)
@@ -186,12 +197,12 @@ def run(options: argparse.Namespace) -> None:
 
 
 def clock(options: argparse.Namespace) -> None:
-    """Time an epoch (the fastest of a few) of each stage and a forward, of every arm that has finished runs."""
+    """Time an epoch (by the fastest of three parts) of each stage and a forward, of every arm with finished runs."""
     for arm in options.arms.split(","):
         finished = of(options, arm, True)
         if not finished:
             raise SystemExit(f"{arm} has no finished runs in {options.records} whose network could be timed")
-        take_record(options, arm, 1e-4, finished[0]["seed"], CLOCK, 6 if arm in GATED else 2)
+        take_record(options, arm, 1e-4, finished[0]["seed"], CLOCK, 6 if arm in GATED else 3)
 
 
 def take_record(
@@ -250,12 +261,13 @@ def epochs_of(options: argparse.Namespace, arm: str) -> int:
     for record in records:
         if (*(record[key] for key in KEY[:4]), record["like"], record["arm"]) == place:
             return int(record["epochs"])
-    mine, other = (of(options, name, True) for name in (arm, options.like))
-    for name, found in ((arm, mine), (options.like, other)):
-        if not found or clocked(found[0], records)["final"] != CLOCK:
+    took = []
+    for name in (arm, options.like):
+        seconds = [timed(record, records, strict=True)["seconds"] for record in of(options, name, True)]
+        if None in seconds or not seconds:
             raise SystemExit(f"--like {options.like} needs finished runs of {name} at equal epochs, and their `clock`")
-    seconds = [statistics.mean(duration(one, records) for one in found) for found in (mine, other)]
-    return max(1, round(options.epochs * seconds[1] / seconds[0]))
+        took.append(statistics.mean(seconds))
+    return max(1, round(options.epochs * took[1] / took[0]))
 
 
 def add_options(go: argparse.ArgumentParser, function: Callable[[argparse.Namespace], None]) -> None:

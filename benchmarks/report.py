@@ -15,18 +15,20 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def clocked(record: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any]:
-    """The record that times this one: that of `clock` where there is one, else itself."""
+def timed(record: dict[str, Any], records: list[dict[str, Any]], strict: bool) -> dict[str, float | None]:
+    """Seconds of training, evaluations aside, and milliseconds of a forward.
+
+    Args:
+        strict: only what `clock` timed; else a run that it did not is taken to have had the device to itself.
+    """
     same = ("start", "weights", "set", "target", "arm")
     found = [one for one in records if one["final"] == CLOCK and all(one[key] == record[key] for key in same)]
-    return found[-1] if found else record
-
-
-def duration(record: dict[str, Any], records: list[dict[str, Any]]) -> float:
-    """Seconds of training, evaluations aside."""
-    epoch_s, search = clocked(record, records)["epoch_s"], record["search"]
-    searching = epoch_s.get("search", 0.0)
-    return record["epochs"] * (search * searching + (1 - search) * epoch_s.get("recover", searching))
+    if strict and not found:
+        return {"seconds": None, "ms": None}
+    clock = found[-1] if found else record
+    searching = clock["epoch_s"].get("search", 0.0)
+    epoch_s = record["search"] * searching + (1 - record["search"]) * clock["epoch_s"].get("recover", searching)
+    return {"seconds": record["epochs"] * epoch_s, "ms": clock["ms"]}
 
 
 def table(options: argparse.Namespace) -> None:
@@ -34,12 +36,16 @@ def table(options: argparse.Namespace) -> None:
     everything = read(options.records)
     unique = {tuple(record[key] for key in KEY): record for record in everything}.values()
     tried = {_trial(record, record["epochs"]): record["top1"] for record in unique if record["final"] is False}
+    strict = any(record["final"] == CLOCK for record in unique)
     groups = defaultdict(list)
     for record in unique:
         if record["final"] is True:
-            timed = {"seconds": duration(record, everything), "ms": clocked(record, everything)["ms"]}
-            length = record["like"] or record["epochs"]
-            groups[record["start"], record["weights"], record["target"], length].append(record | timed)
+            place = (record["start"], record["weights"], record["target"], record["like"] or record["epochs"])
+            groups[place].append(record | timed(record, everything, strict))
+    for (*where, length), group in groups.items():
+        if isinstance(length, str):  # the arm whose training time it is
+            arm, epochs = length.split()
+            group += [record for record in groups.get((*where, int(epochs)), ()) if record["arm"] == arm]
     if not groups:
         raise SystemExit(f"{options.records} holds no finished runs")
     tables = {where: summaries(group, tried) for where, group in groups.items()}
@@ -49,10 +55,13 @@ def table(options: argparse.Namespace) -> None:
         print("| arm | top-1, mean | spread | seeds | MACs | training | forward | rate | held out |")
         print("|---|---|---|---|---|---|---|---|---|")
         for row in sorted(rows, key=lambda row: -row["top1"]):
-            held_out = "" if row["held_out"] is None else f"{row['held_out']:.2f}"
+            seconds, ms, held_out = (
+                "" if row[key] is None else form.format(row[key])
+                for key, form in {"seconds": "{:.0f} s", "ms": "{:.3f} ms", "held_out": "{:.2f}"}.items()
+            )
             print(
                 f"| {row['arm']} | {row['top1']:.2f} | {row['spread']:.2f} | {row['seeds']} | {row['macs']:.2%} | "
-                f"{row['seconds']:.0f} s | {row['ms']:.3f} ms | {row['lr']:g} | {held_out} |"
+                f"{seconds} | {ms} | {row['lr']:g} | {held_out} |"
             )
     if options.plots:
         plot(tables, options.plots)
@@ -61,6 +70,10 @@ def table(options: argparse.Namespace) -> None:
 def _trial(record: dict[str, Any], epochs: int) -> tuple[Any, ...]:
     """What tells the run that tried a rate on held-out images."""
     return (*(record[key] for key in KEY[:4]), epochs, record["arm"], record["lr"])
+
+
+def _mean(values: list[float | None]) -> float | None:
+    return None if None in values else statistics.mean(values)
 
 
 def summaries(group: list[dict[str, Any]], tried: dict[Any, float]) -> list[dict[str, Any]]:
@@ -76,8 +89,8 @@ def summaries(group: list[dict[str, Any]], tried: dict[Any, float]) -> list[dict
         epochs = int(own[0]["like"].split()[-1]) if own[0]["like"] else own[0]["epochs"]
         rows.append(
             {
-                **{key: statistics.mean(record[key] for record in own) for key in ("seconds", "ms", "top1")},
                 **{key: own[0][key] for key in ("batch", "precision", "device")},
+                **{key: _mean([record[key] for record in own]) for key in ("seconds", "ms", "top1")},
                 "arm": f"{arm} ({variant})" if variant else arm,
                 "lr": lr,
                 "held_out": tried.get(_trial(own[0], epochs)),
@@ -104,7 +117,7 @@ def plot(tables: dict[Any, list[dict[str, Any]]], folder: Path) -> None:
         ranked = sorted(rows, key=lambda row: -(row["held_out"] or 0.0))
         chosen = {row["arm"]: row for row in reversed(ranked) if row["plain"]}
         by_start[start] += [
-            row | {"throughput": 1e3 * row["batch"] / row["ms"], "target": target, "length": length}
+            row | {"throughput": row["ms"] and 1e3 * row["batch"] / row["ms"], "target": target, "length": length}
             for row in chosen.values()
         ]
     for start, rows in by_start.items():
@@ -116,7 +129,7 @@ def plot(tables: dict[Any, list[dict[str, Any]]], folder: Path) -> None:
             for row in rows:
                 other = row["target"] if key == "seconds" else "" if row["length"] == usual else row["length"]
                 other = f"{other} epochs" if isinstance(other, int) else other
-                if not isinstance(row["length"], str) or key == "seconds":
+                if row[key] is not None and (not isinstance(row["length"], str) or key == "seconds"):
                     lines[row["arm"], other].append(row)
             for (arm, other), own in lines.items():
                 own.sort(key=lambda row: row[key])

@@ -117,15 +117,23 @@ def test_tables_of_records(tmp_path: Path) -> None:
     records.append(records[0] | {"set": "ema=0.9", "top1": 60, "search": 0})
     records.append(records[2] | {"lr": 1e-3, "top1": 50})
     records.append(records[0] | {"final": "clock", "epochs": 6, "epoch_s": {"search": 5.0, "recover": 2.0}, "ms": 0.5})
+    records.append(records[2] | {"like": "hiap 15", "epochs": 17, "top1": 71.5})
     file = tmp_path / "records.jsonl"
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    command = [sys.executable, str(FOLDER / "compare.py"), "table", "--records", str(file)]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    def tables(records: list[dict]) -> str:
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+        command = [sys.executable, str(FOLDER / "compare.py"), "table", "--records", str(file)]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    text, same_time = tables(records).split("vit, 50% of the MACs, the training time of hiap 15 epochs")
     seconds = 15 * (0.4 * 5 + 0.6 * 2)
     assert f"| hiap | 72.50 | 1.00 | 2 | 49.90% | {seconds:.0f} s | 0.500 ms | 0.0005 | 99.00 |" in text
-    assert "| hiap (ema=0.9) | 60.00 | 0.00 | 1 | 49.90% | 60 s | 1.000 ms | 0.0005 |  |" in text
+    assert "| hiap (ema=0.9) | 60.00 | 0.00 | 1 | 49.90% |  |  | 0.0005 |  |" in text  # not timed alone
     assert text.index("| hiap") < text.index("| taylor | 71.00 | 0.00 | 1 |") < text.index("| hiap (ema")
-    assert "| taylor | 50.00 | 0.00 | 1 | 49.90% | 60 s | 1.000 ms | 0.001 |  |" in text  # a rate has a row of its own
+    assert "| taylor | 50.00 | 0.00 | 1 | 49.90% |  |  | 0.001 |  |" in text  # a rate has a row of its own
+    assert "| hiap | 72.50 |" in same_time and "| taylor | 71.50 |" in same_time
+    text = tables([record for record in records if record["final"] != "clock"])
+    assert "| taylor | 50.00 | 0.00 | 1 | 49.90% | 60 s | 1.000 ms | 0.001 |  |" in text  # by the runs' own times
 
 
 def test_a_comparison_is_run_and_timed(tmp_path: Path) -> None:

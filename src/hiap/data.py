@@ -117,6 +117,12 @@ class ByteData:
         other._train = (self._train[0][mixed[tenth:]], self._train[1][mixed[tenth:]])
         return other
 
+    def first(self, count: int) -> ByteData:
+        """The same with the first `count` of its training images."""
+        other = copy.copy(self)
+        other._train = (self._train[0][:count], self._train[1][:count])
+        return other
+
     def _normalise(self, images: Tensor) -> Tensor:
         return (images.float() - self._mean) / self._std
 

@@ -462,6 +462,21 @@ class TestConfig:
         with pytest.raises(ConfigError, match=r"no recipe and no file 'nothing'; recipes: .*digits"):
             read_config("nothing")
 
+    @pytest.mark.parametrize(
+        ("given", "features"),
+        [
+            ({}, 10.0),
+            ({"distill_features": 2.0}, 2.0),
+            ({"distill_features": 0.0}, 0.0),
+            ({"distill_weight": 0.0}, 0.0),
+            ({"teacher": "none"}, 0.0),
+            ({"teacher": "resnet18"}, 0.0),
+            ({"target": None, "lambda_macro": 1.0}, 0.0),  # the paper has none
+        ],
+    )
+    def test_features_are_learned_with_a_target_from_a_dense_model_that_teaches(self, given, features) -> None:
+        assert read_config(None, {"model": "vit_tiny_patch16_224", "target": "50%", **given}).features == features
+
     @pytest.mark.parametrize("name", recipes())
     def test_recipes_are_valid(self, name: str) -> None:
         config = read_config(name)

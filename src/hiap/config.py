@@ -130,8 +130,10 @@ class Config:
     teacher_weights: str | None = _option(None, "weights of the teacher; timm's pretrained ones by default")
     distill_weight: float = _option(0.5, "share of the distillation in the task loss")
     distill_temperature: float = _option(1.0, "its temperature")
-    distill_features: float = _option(
-        0.0, "weight of how far the outputs of blocks are from those of the dense model, which is then the teacher"
+    distill_features: float | None = _option(
+        None,
+        "weight of how far the outputs of blocks are from those of the dense model, which is then the teacher; "
+        "10 with a target if it teaches anyway, else 0",
     )
     # run
     seed: int = _option(0, "of everything random")
@@ -209,7 +211,11 @@ class Config:
                 (name, "at least 0", getattr(self, name) >= 0)
                 for name in ("dense_epochs", "workers", "seed", "min_heads", "min_lr", "warmup_epochs", "weight_decay")
             ),
-            ("distill_features", "at least 0, and 0 unless the teacher is 'self'", self._features()),
+            (
+                "distill_features",
+                "at least 0, and 0 unless the teacher is 'self'",
+                self.features == 0 or (self.features > 0 and self.teacher == "self"),
+            ),
             ("checkpoint_every", "at least 1", self.checkpoint_every is None or self.checkpoint_every >= 1),
             ("clip_grad", "positive", self.clip_grad is None or self.clip_grad > 0),
             ("opt", "one of timm's optimisers", self.opt.removeprefix("lookahead_") in list_optimizers()),
@@ -220,13 +226,17 @@ class Config:
             ),
         ]
 
-    def _features(self) -> bool:
-        return self.distill_features == 0 or (self.distill_features > 0 and self.teacher == "self")
+    @property
+    def features(self) -> float:
+        """The weight of the features, default or given."""
+        if self.distill_features is not None:
+            return self.distill_features
+        return 10.0 if self.target and self.teacher == "self" and self.distill_weight else 0.0
 
     @property
     def taught(self) -> bool:
         """Whether there is a teacher to learn from."""
-        return self.teacher != "none" and (self.distill_weight > 0 or self.distill_features > 0)
+        return self.teacher != "none" and (self.distill_weight > 0 or self.features > 0)
 
     def gate_kinds(self, qk_norm: bool) -> tuple[str, ...]:
         """What has gates: by default the paper's four, and more with a target.

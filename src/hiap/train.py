@@ -402,7 +402,7 @@ class Run:
     def _terms(self, model: nn.Module, x: Tensor, target: Tensor) -> dict[str, Tensor]:
         """The loss of a batch, term by term."""
         config, teacher = self.config, self.teacher if self.stage != "dense" else None
-        blocks = watched_blocks(len(self.dense.blocks)) if teacher and config.distill_features else ()
+        blocks = watched_blocks(len(self.dense.blocks)) if teacher and config.features else ()
         with self.accelerator.autocast(), watch_blocks(self.accelerator.unwrap_model(model), blocks) as features:
             logits = model(x).float()
         terms = {"task": task_loss(logits, target, config.smoothing)}
@@ -423,7 +423,7 @@ class Run:
         weights = {
             "task": 1.0 - share,
             "distill": share,
-            "features": config.distill_features,
+            "features": config.features,
             "macro": config.lambda_macro or 0.0,
             "micro": config.lambda_micro or 0.0,
             "feasible_head": config.beta_head,

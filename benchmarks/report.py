@@ -122,7 +122,7 @@ def plot(tables: dict[Any, list[dict[str, Any]]], folder: Path) -> None:
         ]
     for start, rows in by_start.items():
         usual = rows[0]["length"]
-        arms = list(dict.fromkeys(row["arm"] for row in rows))
+        arms = list(dict.fromkeys(row["arm"] for row in sorted(rows, key=lambda row: -row["top1"])))
         for key, label in labels.items():
             figure, ax = plt.subplots(figsize=(6.8, 4.6), constrained_layout=True)
             lines = defaultdict(list)  # of networks of several sizes, or of trainings of several lengths
@@ -131,7 +131,7 @@ def plot(tables: dict[Any, list[dict[str, Any]]], folder: Path) -> None:
                 other = f"{other} epochs" if isinstance(other, int) else other
                 if row[key] is not None and (not isinstance(row["length"], str) or key == "seconds"):
                     lines[row["arm"], other].append(row)
-            for (arm, other), own in lines.items():
+            for (arm, other), own in sorted(lines.items(), key=lambda line: arms.index(line[0][0])):
                 own.sort(key=lambda row: row[key])
                 number = arms.index(arm)
                 ax.errorbar(
@@ -139,7 +139,9 @@ def plot(tables: dict[Any, list[dict[str, Any]]], folder: Path) -> None:
                     [row["top1"] for row in own],
                     [row["spread"] / 2 for row in own],
                     marker="os^vD<>pP*Xh"[number % 12],
-                    color="black" if arm == "hiap" else plt.get_cmap("tab20")(number),
+                    color="black"
+                    if arm == "hiap"
+                    else plt.get_cmap("tab20")((2 * number + number // 10) % 20),  # strong colours first
                     linewidth=2.0 if arm == "hiap" else 1.0,
                     linestyle="-" if other in ("", rows[0]["target"]) else ":",
                     capsize=2,

@@ -5,6 +5,7 @@
         [--hours 0.4] [--set KEY=VALUE]
     python benchmarks/compare.py run --data SHEETS --start vit_tiny --weights FILE --records FILE ... (the same options)
     python benchmarks/compare.py clock ... (the same options)
+    python benchmarks/compare.py batch --list FILE --jobs 8 ... (options of all lines)
     python benchmarks/compare.py table --records FILE [--plots DIR]
 
 IMAGES holds `train/` and `val/`, a folder a class in each; SHEETS those of Tiny-ImageNet (`train_0.jpg` ... `val.jpg`).
@@ -13,8 +14,9 @@ seed 0; then it is trained on all of them with its best rate, once for each seed
 What is already in the records is not run again, so a comparison goes on where it stopped; several processes may share a
 device and the records. `clock`, alone on the device, then times what they cannot: steps of each arm and a forward of
 its network; once there is such a record, tables and plots have no other times. `--like hiap` gives every other arm as
-many epochs as fit into HiAP's training time. A variant of an arm is made with `--set` and has rows of its own. The arms
-of Torch-Pruning need `torch-pruning`, plots `matplotlib`.
+many epochs as fit into HiAP's training time. A variant of an arm is made with `--set` and has rows of its own. `batch`
+takes a list of these commands, a line each, several at a time; what stands below a line `wait` is begun when all above
+it is done. The arms of Torch-Pruning need `torch-pruning`, plots `matplotlib`.
 """
 
 import argparse
@@ -22,11 +24,14 @@ import copy
 import functools
 import hashlib
 import json
+import shlex
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -320,17 +325,47 @@ def check(options: argparse.Namespace) -> None:
     options.records.parent.mkdir(parents=True, exist_ok=True)
 
 
+def batch(options: argparse.Namespace, common: list[str], parser: argparse.ArgumentParser) -> None:
+    """Run a list of commands, several at a time; one that fails does not stop the others."""
+    groups: list[list[list[str]]] = [[]]
+    for line in options.list.read_text().splitlines():
+        words = shlex.split(line, comments=True)
+        if words == ["wait"]:
+            groups.append([])
+        elif words:
+            groups[-1].append([words[0], *common, *words[1:]])
+    for command in (command for group in groups for command in group):
+        if command[0] not in ("run", "clock"):
+            raise ValueError(f"a line of {options.list} begins with run, clock or wait; found {command[0]}")
+        check(parser.parse_args(command))  # all of them before the first is run
+
+    def failed(command: list[str]) -> bool:
+        return bool(subprocess.run([sys.executable, __file__, *command]).returncode)
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        lost = [shlex.join(c) for group in groups for c, bad in zip(group, pool.map(failed, group), strict=True) if bad]
+    if lost:
+        raise SystemExit("\n".join(["these failed; the same batch tries them again, and nothing else:", *lost]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     for name, function in (("run", run), ("clock", clock)):
         add_options(commands.add_parser(name, help=function.__doc__), function)
+    many = commands.add_parser("batch", help=batch.__doc__)
+    many.set_defaults(go=batch)
+    many.add_argument("--list", type=Path, required=True, help="commands such as `run --arms hiap`, a line each")
+    many.add_argument("--jobs", type=int, default=1, help="at a time")
     show = commands.add_parser("table", help="tables and plots of the records")
     show.set_defaults(go=table)
     show.add_argument("--records", type=Path, required=True)
     show.add_argument("--plots", type=Path, help="folder for the plots")
-    options = parser.parse_args()
+    options, common = parser.parse_known_args()
     try:
+        if options.go is batch:
+            return batch(options, common, parser)
+        options = parser.parse_args()
         if options.go is not table:
             check(options)
         options.go(options)

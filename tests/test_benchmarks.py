@@ -136,7 +136,7 @@ def test_tables_of_records(tmp_path: Path) -> None:
     assert "| taylor | 50.00 | 0.00 | 1 | 49.90% | 60 s | 1.000 ms | 0.001 |  |" in text  # by the runs' own times
 
 
-def test_a_comparison_is_run_and_timed(tmp_path: Path) -> None:
+def test_a_comparison_is_run_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for split, count in (("train", 24), ("val", 4)):
         for label in range(3):
             (tmp_path / "data" / split / str(label)).mkdir(parents=True)
@@ -151,14 +151,20 @@ def test_a_comparison_is_run_and_timed(tmp_path: Path) -> None:
     for pair in ("precision=fp32", "data_device=cpu", "workers=0", "batch_size=16"):
         own += ["--set", pair]
 
-    def called(command: str, *more: str) -> list[dict]:
-        subprocess.run([sys.executable, FOLDER / "compare.py", command, *map(str, own), *more], check=True)
+    def called(command: str, *more: str | Path) -> list[dict]:
+        monkeypatch.setattr(sys, "argv", ["compare.py", command, *map(str, [*own, *more])])
+        monkeypatch.setattr(compare, "_DATA", {})
+        compare.main()
         return [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
 
-    assert [r["final"] for r in called("run", "--held-out")] == [False] * 4
-    records = called("run")
-    assert [(r["arm"], r["final"]) for r in records[4:]] == [("hiap", True), ("taylor", True)]
-    best = max(records[:2], key=lambda record: record["top1"])["lr"]
+    arms = ("hiap", "taylor")
+    (tmp_path / "list.txt").write_text("run --held-out --arms taylor # rates\nrun --held-out --arms hiap\nwait\nrun\n")
+    records = called("batch", "--list", tmp_path / "list.txt", "--jobs", "2")
+    assert sorted((r["arm"], r["final"], r["lr"]) for r in records[:4]) == [
+        (a, False, r) for a in arms for r in (1e-4, 1e-3)
+    ]
+    assert [(r["arm"], r["final"]) for r in records[4:]] == [(arm, True) for arm in arms]
+    best = max((r for r in records[:4] if r["arm"] == "hiap"), key=lambda record: record["top1"])["lr"]
     assert records[4]["lr"] == best and all(r["macs"] <= 0.5 * r["dense_macs"] for r in records)
     records = called("clock")
     assert [(r["arm"], r["final"], sorted(r["epoch_s"])) for r in records[6:]] == [
@@ -194,6 +200,34 @@ def test_comparisons_refuse_before_they_run(
     with pytest.raises(SystemExit, match=re.escape(message)):
         compare.main()
     assert not (tmp_path / "records.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("run --arms slim", "unknown arm slim"), ("prune --arms hiap", "run, clock or wait; found prune")],
+)
+def test_a_batch_refuses_before_it_runs(
+    line: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "list.txt").write_text(f"run --arms hiap\nwait\n{line}\n")
+    given = ["--data", tmp_path, "--model", "test_vit", "--records", tmp_path / "records.jsonl"]
+    monkeypatch.setattr(sys, "argv", ["compare.py", "batch", "--list", str(tmp_path / "list.txt"), *map(str, given)])
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        compare.main()
+    assert not (tmp_path / "records.jsonl").exists()
+
+
+def test_a_batch_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list is gone through, and what failed is named in the end."""
+    (tmp_path / "list.txt").write_text("clock --arms hiap\nclock --arms depth\nwait\nclock --arms taylor\n")
+    given = f"--data {tmp_path} --model test_vit --set pretrained=false --records {tmp_path / 'none.jsonl'}"
+    batch = f"compare.py batch --list {tmp_path / 'list.txt'} --jobs 2 {given}"
+    monkeypatch.setattr(sys, "argv", batch.split())
+    monkeypatch.setattr(
+        compare.subprocess, "run", lambda command: subprocess.CompletedProcess([], "depth" not in command)
+    )
+    with pytest.raises(SystemExit, match=r"these failed.*\nclock .* --arms hiap\nclock .* --arms taylor$"):
+        compare.main()
 
 
 def test_peers_may_have_aligned_heads(start, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ import copy
 import functools
 import hashlib
 import json
+import os
 import shlex
 import statistics
 import subprocess
@@ -339,8 +340,10 @@ def batch(options: argparse.Namespace, common: list[str], parser: argparse.Argum
             raise ValueError(f"a line of {options.list} begins with run, clock or wait; found {command[0]}")
         check(parser.parse_args(command))  # all of them before the first is run
 
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.jobs))}
+
     def failed(command: list[str]) -> bool:
-        return bool(subprocess.run([sys.executable, __file__, *command]).returncode)
+        return bool(subprocess.run([sys.executable, __file__, *command], env=threads | os.environ).returncode)
 
     with ThreadPoolExecutor(options.jobs) as pool:
         lost = [shlex.join(c) for group in groups for c, bad in zip(group, pool.map(failed, group), strict=True) if bad]

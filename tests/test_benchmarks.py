@@ -224,7 +224,7 @@ def test_a_batch_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     batch = f"compare.py batch --list {tmp_path / 'list.txt'} --jobs 2 {given}"
     monkeypatch.setattr(sys, "argv", batch.split())
     monkeypatch.setattr(
-        compare.subprocess, "run", lambda command: subprocess.CompletedProcess([], "depth" not in command)
+        compare.subprocess, "run", lambda command, env: subprocess.CompletedProcess([], "depth" not in command)
     )
     with pytest.raises(SystemExit, match=r"these failed.*\nclock .* --arms hiap\nclock .* --arms taylor$"):
         compare.main()

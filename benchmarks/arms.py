@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -219,7 +219,7 @@ def cost_of(run: Peer, topology: hiap.Topology) -> int:
 
 
 def depth(run: Peer) -> nn.Module:
-    """Whole blocks dropped by Taylor importance; the last one that goes keeps as many neurons and heads as fit."""
+    """Whole blocks dropped by Taylor importance; of the last one as much is kept as fits."""
     controller = observed(run, ("attention", "block"))
     worth = by_gate(controller, controller.importance)
     order = sorted(
@@ -236,13 +236,14 @@ def depth(run: Peer) -> nn.Module:
         heads[i] = neurons[i] = None
         if cost_of(run, topology()) <= controller.target:
             break
-    for counts, most, step in ((neurons, dense[i].neurons, run.config.round_to), (heads, dense[i].heads, 1)):
-        while (counts[i] or 0) < most:
-            before, counts[i] = counts[i], (counts[i] or 0) + step
-            if cost_of(run, topology()) > controller.target:
-                counts[i] = before
-                break
-    return hiap.extract(run.dense, topology(), run.config.round_to)
+    step, fitting = run.config.round_to, {}
+    some_heads, some_neurons = range(1, dense[i].heads + 1), range(step, dense[i].neurons + 1, step)
+    for kept in product((None, *some_heads), (None, *some_neurons)):
+        heads[i], neurons[i] = kept
+        if (cost := cost_of(run, topology())) <= controller.target:
+            fitting[cost] = kept
+    heads[i], neurons[i] = fitting[max(fitting)]
+    return hiap.extract(run.dense, topology(), step)
 
 
 def random_topology(run: Peer) -> nn.Module:
@@ -274,6 +275,7 @@ def from_scratch(run: Peer, widths: Sequence[Widths]) -> nn.Module:
 def torch_pruning(run: Peer, isomorphic: bool) -> nn.Module:
     """The package's Taylor ranking with head pruning; the ratio is the least that meets the target.
 
+    Whole heads go: where that leaves more than 1 % of the target, their ratio stays, and that of dims is the least.
     Widths are not rounded: in multiples of 8 the width of the network alone moves its MACs by several per cent.
     """
     import torch_pruning as tp
@@ -282,19 +284,27 @@ def torch_pruning(run: Peer, isomorphic: bool) -> nn.Module:
     for x, y in run.batches():
         run.loss(dense, x, y).backward()
     gradients = {name: p.grad for name, p in dense.named_parameters()}
-    low, high, best = 0.0, 0.9, None
-    for _ in range(10):
-        ratio = (low + high) / 2
-        model = _torch_pruned(tp, run, gradients, ratio, isomorphic)
-        if counted_macs(model, run) <= run.target:
-            high, best = ratio, model
-        else:
-            low = ratio
-    assert best is not None
-    return best
+
+    def least(high: float, heads: float | None = None) -> tuple[float, nn.Module]:
+        low, best = 0.0, None
+        for _ in range(10):
+            ratio = (low + high) / 2
+            model = _torch_pruned(tp, run, gradients, (ratio, heads or ratio), isomorphic)
+            if counted_macs(model, run) <= run.target:
+                high, best = ratio, model
+            else:
+                low = ratio
+        assert best is not None
+        return high, best
+
+    ratio, model = least(0.9)
+    return model if counted_macs(model, run) >= 0.99 * run.target else least(ratio, heads=ratio)[1]
 
 
-def _torch_pruned(tp: Any, run: Peer, gradients: dict[str, Tensor | None], ratio: float, isomorphic: bool) -> nn.Module:
+def _torch_pruned(
+    tp: Any, run: Peer, gradients: dict[str, Tensor | None], ratios: tuple[float, float], isomorphic: bool
+) -> nn.Module:
+    """With these shares of dims and of heads gone."""
     model: Any = copy.deepcopy(run.dense).train()
     for name, p in model.named_parameters():
         p.grad = gradients[name]
@@ -306,12 +316,12 @@ def _torch_pruned(tp: Any, run: Peer, gradients: dict[str, Tensor | None], ratio
         importance=tp.importance.GroupTaylorImportance(),
         global_pruning=True,
         isomorphic=isomorphic,
-        pruning_ratio=ratio,
+        pruning_ratio=ratios[0],
         max_pruning_ratio=0.9,
         num_heads={block.attn.qkv: block.attn.num_heads for block in model.blocks},
         prune_num_heads=True,
         prune_head_dims=True,
-        head_pruning_ratio=ratio,
+        head_pruning_ratio=ratios[1],
         ignored_layers=[model.head],
     )
     pruner.step()

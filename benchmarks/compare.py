@@ -52,6 +52,7 @@ from hiap.extract import shrink
 from hiap.families.timm import sites
 from hiap.start import dense_model, load_data
 from hiap.timing import device_name, materialise, precision, timings
+from hiap.train import PROJECTIONS
 
 KEPT = ("top1", "top1_before", "dense_macs", "expected_macs", "undecided", "soft_top1", "hard_top1")
 OF_SEARCH = {  # options that arms without a search do not read
@@ -70,6 +71,7 @@ _DATA: dict[bool, ByteData] = {}
 
 def config_of(options: argparse.Namespace, arm: str, lr: float, seed: int, epochs: int) -> Config:
     given: dict[str, Any] = {"target": options.target, "epochs": epochs, "lr": lr, "seed": seed, "eval_every": 1000}
+    given["distill_features"] = 0.0  # one distillation for all, and networks of Torch-Pruning are narrower
     if arm in LEARNED:  # penalised gates are learned, not set
         given |= {"gate_mode": "gradient", "granularities": ["head", "block", "value_dim", "neuron"], "gate_lr": 2e-2}
         given |= {"freeze_at": 0.3, "align_heads": False}
@@ -110,6 +112,9 @@ def run_arm(
         out = Path(folder, "run")
         if arm in GATED:
             run = GATED[arm](config, out, data=data)
+            if final == CLOCK:  # as often as in the whole run, which has a longer search
+                search = of(options, arm, True)[0]["search"] * options.epochs * steps
+                run.projected_every = max(1, round(search) // PROJECTIONS)
             result = run.go()
             network, record, macs = result.model, result.record, hiap.macs(result.model)
             dense, search = result.dense, run.schedule.freeze / run.schedule.total
@@ -120,9 +125,6 @@ def run_arm(
             dense, search = peer.dense, 0.0
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     longer = steps / (data.train_size // config.batch_size)
-    epoch_s = {
-        line["stage"]: longer * min(one["seconds"] for one in lines if one["stage"] == line["stage"]) for line in lines
-    }
     widths = None if "torch_pruning" in arm else [vars(site.widths) for site in sites(network)]
     if final == CLOCK and widths:  # what the whole run found, rather than a short one
         widths = of(options, arm, True)[0]["widths"]
@@ -130,11 +132,17 @@ def run_arm(
     return {
         **{key: record[key] for key in KEPT if key in record},
         "macs": macs,
-        "epoch_s": epoch_s,
+        "epoch_s": epoch_seconds(lines, longer),
         "search": search,
         **forward(network, data, device),
         "widths": widths,
     }
+
+
+def epoch_seconds(lines: list[dict[str, Any]], longer: float) -> dict[str, float]:
+    """Of each stage its fastest epoch, `longer` times as long as it was."""
+    stages = dict.fromkeys(line["stage"] for line in lines)
+    return {stage: longer * min(line["seconds"] for line in lines if line["stage"] == stage) for stage in stages}
 
 
 def hiap_widths(options: argparse.Namespace, config: Config, final: bool | str) -> list[Widths]:
@@ -328,6 +336,8 @@ def check(options: argparse.Namespace) -> None:
 
 def batch(options: argparse.Namespace, common: list[str], parser: argparse.ArgumentParser) -> None:
     """Run a list of commands, several at a time; one that fails does not stop the others."""
+    if options.jobs < 1:
+        raise ValueError(f"--jobs must be at least 1; found {options.jobs}")
     groups: list[list[list[str]]] = [[]]
     for line in options.list.read_text().splitlines():
         words = shlex.split(line, comments=True)

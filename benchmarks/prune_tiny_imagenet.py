@@ -36,7 +36,6 @@ BASE = {
     "warmup_epochs": 1,
     "eval_every": 5,
     "clip_grad": 1.0,
-    "distill_features": 0.0,  # one distillation for all, and not all can have it
 }
 
 

@@ -45,7 +45,9 @@ def table(options: argparse.Namespace) -> None:
     for (*where, length), group in groups.items():
         if isinstance(length, str):  # the arm whose training time it is
             arm, epochs = length.split()
-            group += [record for record in groups.get((*where, int(epochs)), ()) if record["arm"] == arm]
+            variants = {record["set"] for record in group}
+            whose = groups.get((*where, int(epochs)), ())
+            group += [record for record in whose if record["arm"] == arm and record["set"] in variants]
     if not groups:
         raise SystemExit(f"{options.records} holds no finished runs")
     tables = {where: summaries(group, tried) for where, group in groups.items()}
@@ -96,11 +98,18 @@ def summaries(group: list[dict[str, Any]], tried: dict[Any, float]) -> list[dict
                 "held_out": tried.get(_trial(own[0], epochs)),
                 "plain": not variant,
                 "spread": max(top1) - min(top1),
+                "range": (min(top1), max(top1)),
                 "seeds": len(own),
                 "macs": statistics.mean(record["macs"] / record["dense_macs"] for record in own),
             }
         )
     return rows
+
+
+def chosen(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of every arm, variants aside, the row of the rate that did best on held-out images."""
+    ranked = sorted((row for row in rows if row["plain"]), key=lambda row: row["held_out"] or 0.0)
+    return list({row["arm"]: row for row in ranked}.values())
 
 
 def plot(tables: dict[Any, list[dict[str, Any]]], folder: Path) -> None:
@@ -114,11 +123,9 @@ def plot(tables: dict[Any, list[dict[str, Any]]], folder: Path) -> None:
     labels = {"macs": "share of the dense model's MACs", "throughput": "images / s", "seconds": "training time (s)"}
     by_start = defaultdict(list)
     for (start, _, target, length), rows in tables.items():
-        ranked = sorted(rows, key=lambda row: -(row["held_out"] or 0.0))
-        chosen = {row["arm"]: row for row in reversed(ranked) if row["plain"]}
         by_start[start] += [
             row | {"throughput": row["ms"] and 1e3 * row["batch"] / row["ms"], "target": target, "length": length}
-            for row in chosen.values()
+            for row in chosen(rows)
         ]
     for start, rows in by_start.items():
         usual = rows[0]["length"]
@@ -137,7 +144,7 @@ def plot(tables: dict[Any, list[dict[str, Any]]], folder: Path) -> None:
                 ax.errorbar(
                     [row[key] for row in own],
                     [row["top1"] for row in own],
-                    [row["spread"] / 2 for row in own],
+                    [[abs(row["top1"] - row["range"][end]) for row in own] for end in (0, 1)],
                     marker="os^vD<>pP*Xh"[number % 12],
                     color="black"
                     if arm == "hiap"

@@ -23,6 +23,7 @@ sys.path.insert(0, str(FOLDER))
 import compare  # noqa: E402
 from arms import LEARNED, PEERS, Peer, counted_macs, from_scratch  # noqa: E402
 from prune_tiny_imagenet import configuration, sheets  # noqa: E402
+from report import chosen  # noqa: E402
 
 SHAPE = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 4, "num_classes": 5}
 HALF = ((0.5,) * 3, (0.5,) * 3)
@@ -36,6 +37,7 @@ def start(tmp_path: Path):
     save_file(model.state_dict(), tmp_path / "dense.safetensors")
     given = {"weights": str(tmp_path / "dense.safetensors"), "target": "60%", "epochs": 2, "batch_size": 32}
     given |= {"model": "vit_tiny_patch16_224", "model_args": SHAPE, "lr": 1e-3, "freeze_at": 0.5, "eval_every": 9}
+    given |= {"distill_features": 0.0}  # as all arms have it
     images = torch.randint(0, 255, (96, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(96) % 5
     half = (images[:32], labels[:32])
@@ -65,8 +67,6 @@ def test_sheets_are_split_and_varied_as_asked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arm", PEERS)
 def test_peers_meet_the_budget(arm: str, start, tmp_path: Path) -> None:
-    if "torch_pruning" in arm:
-        pytest.importorskip("torch_pruning")
     given, data = start
     peer = Peer(read_config(None, given), tmp_path / "run", data, PEERS[arm])
     network = peer.train()
@@ -122,7 +122,8 @@ def test_tables_of_records(tmp_path: Path) -> None:
 
     def tables(records: list[dict]) -> str:
         file.write_text("".join(json.dumps(record) + "\n" for record in records))
-        command = [sys.executable, str(FOLDER / "compare.py"), "table", "--records", str(file)]
+        plots = ["--plots", str(tmp_path / "plots")]
+        command = [sys.executable, str(FOLDER / "compare.py"), "table", "--records", str(file), *plots]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     text, same_time = tables(records).split("vit, 50% of the MACs, the training time of hiap 15 epochs")
@@ -132,8 +133,18 @@ def test_tables_of_records(tmp_path: Path) -> None:
     assert text.index("| hiap") < text.index("| taylor | 71.00 | 0.00 | 1 |") < text.index("| hiap (ema")
     assert "| taylor | 50.00 | 0.00 | 1 | 49.90% |  |  | 0.001 |  |" in text  # a rate has a row of its own
     assert "| hiap | 72.50 |" in same_time and "| taylor | 71.50 |" in same_time
+    assert "(ema=0.9)" not in same_time  # it took another time
+    for name in ("macs", "throughput", "seconds"):
+        assert Image.open(tmp_path / f"plots/vit_{name}.png").size[0] > 500
     text = tables([record for record in records if record["final"] != "clock"])
     assert "| taylor | 50.00 | 0.00 | 1 | 49.90% | 60 s | 1.000 ms | 0.001 |  |" in text  # by the runs' own times
+
+
+def test_plots_take_the_rate_that_held_out_images_choose() -> None:
+    rows = [("hiap", 2e-4, 79.0, True), ("hiap", 5e-4, 78.0, True), ("hiap (ema=0.9)", 5e-4, 80.0, False)]
+    rows += [("l1", 1e-3, None, True), ("l1", 5e-4, 60.0, True)]
+    found = chosen([dict(zip(("arm", "lr", "held_out", "plain"), row, strict=True)) for row in rows])
+    assert {row["arm"]: row["lr"] for row in found} == {"hiap": 2e-4, "l1": 5e-4}
 
 
 def test_a_comparison_is_run_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +168,7 @@ def test_a_comparison_is_run_and_timed(tmp_path: Path, monkeypatch: pytest.Monke
         compare.main()
         return [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
 
-    arms = ("hiap", "taylor")
+    arms, epoch_s = ("hiap", "taylor"), compare.epoch_seconds
     (tmp_path / "list.txt").write_text("run --held-out --arms taylor # rates\nrun --held-out --arms hiap\nwait\nrun\n")
     records = called("batch", "--list", tmp_path / "list.txt", "--jobs", "2")
     assert sorted((r["arm"], r["final"], r["lr"]) for r in records[:4]) == [
@@ -166,14 +177,23 @@ def test_a_comparison_is_run_and_timed(tmp_path: Path, monkeypatch: pytest.Monke
     assert [(r["arm"], r["final"]) for r in records[4:]] == [(arm, True) for arm in arms]
     best = max((r for r in records[:4] if r["arm"] == "hiap"), key=lambda record: record["top1"])["lr"]
     assert records[4]["lr"] == best and all(r["macs"] <= 0.5 * r["dense_macs"] for r in records)
+    parts = []
+    monkeypatch.setattr(compare, "CLOCKED", 2)  # of the four steps of an epoch
+    monkeypatch.setattr(compare, "epoch_seconds", lambda lines, longer: parts.append(longer) or epoch_s(lines, longer))
     records = called("clock")
+    assert parts == [2.0, 2.0]
     assert [(r["arm"], r["final"], sorted(r["epoch_s"])) for r in records[6:]] == [
         ("hiap", "clock", ["recover", "search"]),
         ("taylor", "clock", ["recover"]),
     ]
     assert records[6]["widths"] == records[4]["widths"]
-    *_, last = called("run", "--like", "hiap", "--rates", "1e-3")
-    assert (last["arm"], last["like"]) == ("taylor", "hiap 2")
+    more = called("run", "--like", "hiap", "--rates", "1e-3")[len(records) :]
+    assert [(r["arm"], r["like"]) for r in more] == [("taylor", "hiap 2")]
+
+
+def test_an_epoch_is_timed_by_the_fastest() -> None:
+    lines = [{"stage": stage, "seconds": s} for stage, s in (("search", 3.0), ("search", 2.0), ("recover", 1.5))]
+    assert compare.epoch_seconds(lines, 4.0) == {"search": 8.0, "recover": 6.0}
 
 
 @pytest.mark.parametrize(
@@ -203,18 +223,24 @@ def test_comparisons_refuse_before_they_run(
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
-    [("run --arms slim", "unknown arm slim"), ("prune --arms hiap", "run, clock or wait; found prune")],
+    ("line", "jobs", "message"),
+    [
+        ("run --arms slim", 2, "unknown arm slim"),
+        ("prune --arms hiap", 2, "run, clock or wait; found prune"),
+        ("run", 0, "--jobs must be at least 1; found 0"),
+    ],
 )
 def test_a_batch_refuses_before_it_runs(
-    line: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    line: str, jobs: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "list.txt").write_text(f"run --arms hiap\nwait\n{line}\n")
-    given = ["--data", tmp_path, "--model", "test_vit", "--records", tmp_path / "records.jsonl"]
-    monkeypatch.setattr(sys, "argv", ["compare.py", "batch", "--list", str(tmp_path / "list.txt"), *map(str, given)])
+    given = f"--data {tmp_path} --model test_vit --records {tmp_path / 'records.jsonl'} --jobs {jobs}"
+    monkeypatch.setattr(sys, "argv", f"compare.py batch --list {tmp_path / 'list.txt'} {given}".split())
+    begun = []
+    monkeypatch.setattr(compare.subprocess, "run", lambda *_, **__: begun.append(1))
     with pytest.raises(SystemExit, match=re.escape(message)):
         compare.main()
-    assert not (tmp_path / "records.jsonl").exists()
+    assert not begun
 
 
 def test_a_batch_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

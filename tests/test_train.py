@@ -198,7 +198,7 @@ def naive_distance(student: torch.nn.Module, teacher: torch.nn.Module, x: torch.
         (own, own_prefix), (goal, goal_prefix) = own, goal
         own, goal = torch.cat([own_prefix, own], 1), torch.cat([goal_prefix, goal], 1)
         shares.append((own - goal).square().mean() / (goal - goal.mean((0, 1))).square().mean())
-    return float(torch.stack(shares).mean())
+    return torch.stack(shares).mean().item()
 
 
 def test_features_are_compared_with_those_of_the_dense_model(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_features_are_compared_with_those_of_the_dense_model(tmp_path: Path) -> 
         gate.logit.data.uniform_(-1, 3)
     terms = run._terms(run.model, x, y)
     blocks = list(range(len(run.raw.blocks)))
-    assert float(terms["features"]) == pytest.approx(naive_distance(run.raw, run.teacher.model, x, blocks), rel=1e-4)
+    assert terms["features"].item() == pytest.approx(naive_distance(run.raw, run.teacher.model, x, blocks), rel=1e-4)
     expected = 0.5 * terms["task"] + 0.5 * terms["distill"] + 3 * terms["features"]
     assert float(run._weighted(terms)) == pytest.approx(float(expected), rel=1e-6)
     terms["features"].backward()
@@ -228,6 +228,18 @@ def test_features_alone_can_teach(tmp_path: Path) -> None:
         found[weight] = [line.get("features") for line in lines if line["stage"] == "recover"]
     assert all(value is None for value in found[0.0])
     assert 0 < found[10.0][-1] < found[10.0][0]
+
+
+@pytest.mark.parametrize(
+    ("given", "size", "taught"),
+    [({}, 8, True), ({"dynamic_img_size": True}, 12, True), ({"patch_drop_rate": 0.5}, 8, False)],
+)
+def test_features_are_learned_where_tokens_are_the_same(given, size: int, taught: bool, tmp_path: Path) -> None:
+    """By default; images of another size than the model's own are seen by the dense model as they are."""
+    config = tiny(distill_features=None, epochs=2, model_args=tiny().model_args | given)
+    prune(config, tmp_path / "run", data=noise_data(512, size))
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [("features" in line, "distill" in line) for line in lines] == [(taught, True)] * 2
 
 
 def test_blocks_that_are_watched() -> None:
@@ -455,8 +467,10 @@ class TestConfig:
         with pytest.raises(ConfigError, match=r"unknown option 'epoch'\n.*lr must be float; found 'high'"):
             read_config("digits", {"epoch": 3, "lr": "high"})
         for teacher in ("none", "resnet18"):
-            with pytest.raises(ConfigError, match="0 unless the teacher is 'self'; found 1"):
+            with pytest.raises(ConfigError, match=r"0 unless the teacher is 'self' .*; found 1"):
                 tiny(distill_features=1.0, teacher=teacher)
+        with pytest.raises(ConfigError, match=r"no patch_drop_rate\); found 1"):
+            tiny(distill_features=1.0, model_args={"patch_drop_rate": 0.5})
         with pytest.raises(ConfigError, match="give either target, or lambda_macro"):
             read_config(None, {"model": "vit_tiny_patch16_224"})
         with pytest.raises(ConfigError, match=r"no recipe and no file 'nothing'; recipes: .*digits"):
@@ -471,11 +485,14 @@ class TestConfig:
             ({"distill_weight": 0.0}, 0.0),
             ({"teacher": "none"}, 0.0),
             ({"teacher": "resnet18"}, 0.0),
+            ({"model_args": {"patch_drop_rate": 0.5}}, 0.0),  # other patches than the teacher sees
             ({"target": None, "lambda_macro": 1.0}, 0.0),  # the paper has none
         ],
     )
     def test_features_are_learned_with_a_target_from_a_dense_model_that_teaches(self, given, features) -> None:
-        assert read_config(None, {"model": "vit_tiny_patch16_224", "target": "50%", **given}).features == features
+        assert (
+            read_config(None, {"model": "vit_tiny_patch16_224", "target": "50%", **given}).features_weight == features
+        )
 
     @pytest.mark.parametrize("name", recipes())
     def test_recipes_are_valid(self, name: str) -> None:

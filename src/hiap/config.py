@@ -213,8 +213,8 @@ class Config:
             ),
             (
                 "distill_features",
-                "at least 0, and 0 unless the teacher is 'self'",
-                self.features == 0 or (self.features > 0 and self.teacher == "self"),
+                "at least 0, and 0 unless the teacher is 'self' and sees the same patches (no patch_drop_rate)",
+                self.features_weight == 0 or (self.features_weight > 0 and self._comparable),
             ),
             ("checkpoint_every", "at least 1", self.checkpoint_every is None or self.checkpoint_every >= 1),
             ("clip_grad", "positive", self.clip_grad is None or self.clip_grad > 0),
@@ -227,16 +227,21 @@ class Config:
         ]
 
     @property
-    def features(self) -> float:
+    def features_weight(self) -> float:
         """The weight of the features, default or given."""
         if self.distill_features is not None:
             return self.distill_features
-        return 10.0 if self.target and self.teacher == "self" and self.distill_weight else 0.0
+        return 10.0 if self.target and self.distill_weight and self._comparable else 0.0
+
+    @property
+    def _comparable(self) -> bool:
+        """Whether the teacher has the features of the model, token by token."""
+        return self.teacher == "self" and not self.model_args.get("patch_drop_rate")
 
     @property
     def taught(self) -> bool:
         """Whether there is a teacher to learn from."""
-        return self.teacher != "none" and (self.distill_weight > 0 or self.features > 0)
+        return self.teacher != "none" and (self.distill_weight > 0 or self.features_weight > 0)
 
     def gate_kinds(self, qk_norm: bool) -> tuple[str, ...]:
         """What has gates: by default the paper's four, and more with a target.

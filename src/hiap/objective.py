@@ -109,7 +109,7 @@ class Teacher:
 
     Args:
         student, teacher: (mean, std), each a value a channel.
-        size: height and width the teacher wants.
+        size: height and width the teacher wants; None takes images as they are.
         dtype: compute a ViT in it, optimised for inference; by default, and for other models, autocast has its way.
         watched: its blocks are, so that the last one computes more than the classifier reads.
     """
@@ -119,7 +119,7 @@ class Teacher:
         model: nn.Module,
         student: tuple[Sequence[float], Sequence[float]],
         teacher: tuple[Sequence[float], Sequence[float]],
-        size: tuple[int, int],
+        size: tuple[int, int] | None,
         device: torch.device,
         dtype: torch.dtype | None = None,
         watched: bool = False,
@@ -131,7 +131,7 @@ class Teacher:
         )
         self.scale, self.shift = std_s / std_t, (mean_s - mean_t) / std_t
         self.same = student == teacher
-        self.size = tuple(size)
+        self.size = size
 
     @property
     def network(self) -> nn.Module:
@@ -143,7 +143,7 @@ class Teacher:
         """Logits of the teacher for a batch normalised for the student."""
         if not self.same:
             x = x * self.scale + self.shift
-        if tuple(x.shape[-2:]) != self.size:
+        if self.size is not None and tuple(x.shape[-2:]) != self.size:
             x = F.interpolate(x, self.size, mode="bicubic", align_corners=False)
         if self.fast is None:
             logits: Tensor = self.model(x)

@@ -134,8 +134,7 @@ def make_teacher(config: Config, dense: ViT, norm: Normalisation, other: nn.Modu
     device = next(dense.parameters()).device
     dtype = torch.bfloat16 if config.precision == "bf16" else None
     if other is None:
-        watched = config.features > 0
-        return Teacher(copy.deepcopy(dense), norm, norm, family.image_size(dense), device, dtype, watched)
+        return Teacher(copy.deepcopy(dense), norm, norm, None, device, dtype, watched=config.features_weight > 0)
     found = resolve_data_config({}, model=other)
     own = tuple(found["mean"]), tuple(found["std"])
     return Teacher(other, norm, own, found["input_size"][1:], device, dtype)

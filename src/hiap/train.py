@@ -146,6 +146,7 @@ class Run:
         self.dense_macs = macs(model)
         self.per_epoch = steps_per_epoch(config, self.data)
         self.schedule = make_schedule(config, config.epochs * self.per_epoch)
+        self.projected_every = max(1, self.schedule.freeze // PROJECTIONS)
         self.stop = (config.stop_after or config.epochs) * self.per_epoch
         self.other_teacher = other_teacher(config, self.data.classes, model.patch_embed.proj.in_channels)
         self._plan()  # refuses what cannot be reached, before the folder is made
@@ -363,7 +364,7 @@ class Run:
         else:
             controller.observe(self._mean, scale)
         after = self.step + 1
-        if after % max(1, self.schedule.freeze // PROJECTIONS) == 0 or after == self.schedule.freeze:
+        if after % self.projected_every == 0 or after == self.schedule.freeze:
             allowed = self.schedule.budget(after, controller.dense_cost, controller.target)
             controller.project(allowed, self.schedule.sharpness(after))
             self.facts |= self._facts(controller.widths)
@@ -402,7 +403,7 @@ class Run:
     def _terms(self, model: nn.Module, x: Tensor, target: Tensor) -> dict[str, Tensor]:
         """The loss of a batch, term by term."""
         config, teacher = self.config, self.teacher if self.stage != "dense" else None
-        blocks = watched_blocks(len(self.dense.blocks)) if teacher and config.features else ()
+        blocks = watched_blocks(len(self.dense.blocks)) if teacher and config.features_weight else ()
         with self.accelerator.autocast(), watch_blocks(self.accelerator.unwrap_model(model), blocks) as features:
             logits = model(x).float()
         terms = {"task": task_loss(logits, target, config.smoothing)}
@@ -423,7 +424,7 @@ class Run:
         weights = {
             "task": 1.0 - share,
             "distill": share,
-            "features": config.features,
+            "features": config.features_weight,
             "macro": config.lambda_macro or 0.0,
             "micro": config.lambda_micro or 0.0,
             "feasible_head": config.beta_head,

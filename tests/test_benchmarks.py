@@ -55,6 +55,9 @@ def test_sheets_are_split_and_varied_as_asked(tmp_path: Path) -> None:
     for final, trained, scored in ((False, 9, 9), (True, 10, 10)):
         data = sheets(tmp_path, configuration("vit_tiny", None, given), final, torch.device("cpu"), 1)
         assert (data.train_size, data.val_size, data.classes) == (200 * trained, 200, 200)
+        assert (
+            sheets(tmp_path, configuration("vit_tiny", None, given), final, torch.device("cpu"), 1, 2).val_size == 400
+        )
         (x, y), (val, labels) = next(data.train(0, 0, 200 * trained, 0, 1)), next(data.val(200))
         assert labels.tolist() == list(range(200)) and y.bincount().tolist() == [trained] * 200
         left = ((val[:, :, :, 0] * 0.5 + 0.5) * 255).mean()

@@ -285,8 +285,8 @@ def torch_pruning(run: Peer, isomorphic: bool) -> nn.Module:
         run.loss(dense, x, y).backward()
     gradients = {name: p.grad for name, p in dense.named_parameters()}
 
-    def least(high: float, heads: float | None = None) -> tuple[float, nn.Module]:
-        low, best = 0.0, None
+    def least(high: float, best: nn.Module | None, heads: float | None = None) -> tuple[float, nn.Module]:
+        low = 0.0
         for _ in range(10):
             ratio = (low + high) / 2
             model = _torch_pruned(tp, run, gradients, (ratio, heads or ratio), isomorphic)
@@ -297,8 +297,8 @@ def torch_pruning(run: Peer, isomorphic: bool) -> nn.Module:
         assert best is not None
         return high, best
 
-    ratio, model = least(0.9)
-    return model if counted_macs(model, run) >= 0.99 * run.target else least(ratio, heads=ratio)[1]
+    ratio, model = least(0.9, None)
+    return model if counted_macs(model, run) >= 0.99 * run.target else least(ratio, model, heads=ratio)[1]
 
 
 def _torch_pruned(

@@ -52,7 +52,7 @@ from hiap.extract import shrink
 from hiap.families.timm import sites
 from hiap.start import dense_model, load_data
 from hiap.timing import device_name, materialise, precision, timings
-from hiap.train import PROJECTIONS
+from hiap.train import projection_interval
 
 KEPT = ("top1", "top1_before", "dense_macs", "expected_macs", "undecided", "soft_top1", "hard_top1")
 OF_SEARCH = {  # options that arms without a search do not read
@@ -113,8 +113,8 @@ def run_arm(
         if arm in GATED:
             run = GATED[arm](config, out, data=data)
             if final == CLOCK:  # as often as in the whole run, which has a longer search
-                search = of(options, arm, True)[0]["search"] * options.epochs * steps
-                run.projected_every = max(1, round(search) // PROJECTIONS)
+                searched = of(options, arm, True)[0]["search"] * options.epochs * steps
+                run.projected_every = projection_interval(round(searched))
             result = run.go()
             network, record, macs = result.model, result.record, hiap.macs(result.model)
             dense, search = result.dense, run.schedule.freeze / run.schedule.total

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -53,11 +54,11 @@ def test_sheets_are_split_and_varied_as_asked(tmp_path: Path) -> None:
         Image.fromarray(pixels.numpy()).save(tmp_path / f"{name}.jpg", quality=95)
     given = {"crop": 1.0, "flip": 0.0, "img_size": 64}
     for final, trained, scored in ((False, 9, 9), (True, 10, 10)):
-        data = sheets(tmp_path, configuration("vit_tiny", None, given), final, torch.device("cpu"), 1)
+        config = configuration("vit_tiny", None, given)
+        data = sheets(tmp_path, config, final, torch.device("cpu"), 1)
         assert (data.train_size, data.val_size, data.classes) == (200 * trained, 200, 200)
-        assert (
-            sheets(tmp_path, configuration("vit_tiny", None, given), final, torch.device("cpu"), 1, 2).val_size == 400
-        )
+        more = sheets(tmp_path, config, final, torch.device("cpu"), 1, scored=2)
+        assert (more.train_size, more.val_size) == (200 * trained, 400)
         (x, y), (val, labels) = next(data.train(0, 0, 200 * trained, 0, 1)), next(data.val(200))
         assert labels.tolist() == list(range(200)) and y.bincount().tolist() == [trained] * 200
         left = ((val[:, :, :, 0] * 0.5 + 0.5) * 255).mean()
@@ -180,11 +181,12 @@ def test_a_comparison_is_run_and_timed(tmp_path: Path, monkeypatch: pytest.Monke
     assert [(r["arm"], r["final"]) for r in records[4:]] == [(arm, True) for arm in arms]
     best = max((r for r in records[:4] if r["arm"] == "hiap"), key=lambda record: record["top1"])["lr"]
     assert records[4]["lr"] == best and all(r["macs"] <= 0.5 * r["dense_macs"] for r in records)
-    parts = []
+    parts, searches = [], []
+    monkeypatch.setattr(compare, "projection_interval", lambda steps: searches.append(steps) or 1)
     monkeypatch.setattr(compare, "CLOCKED", 2)  # of the four steps of an epoch
     monkeypatch.setattr(compare, "epoch_seconds", lambda lines, longer: parts.append(longer) or epoch_s(lines, longer))
     records = called("clock")
-    assert parts == [2.0, 2.0]
+    assert parts == [2.0, 2.0] and searches == [1]  # 15 % of two epochs, not half of six
     assert [(r["arm"], r["final"], sorted(r["epoch_s"])) for r in records[6:]] == [
         ("hiap", "clock", ["recover", "search"]),
         ("taylor", "clock", ["recover"]),
@@ -247,16 +249,24 @@ def test_a_batch_refuses_before_it_runs(
 
 
 def test_a_batch_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The list is gone through, and what failed is named in the end."""
+    """The list is gone through, what stands below `wait` last; what failed is named in the end."""
     (tmp_path / "list.txt").write_text("clock --arms hiap\nclock --arms depth\nwait\nclock --arms taylor\n")
     given = f"--data {tmp_path} --model test_vit --set pretrained=false --records {tmp_path / 'none.jsonl'}"
     batch = f"compare.py batch --list {tmp_path / 'list.txt'} --jobs 2 {given}"
     monkeypatch.setattr(sys, "argv", batch.split())
-    monkeypatch.setattr(
-        compare.subprocess, "run", lambda command, env: subprocess.CompletedProcess([], "depth" not in command)
-    )
+    done: list[str] = []
+
+    def process(command: list[str], env: dict[str, str]) -> subprocess.CompletedProcess:
+        arm = command[-1]
+        assert arm != "taylor" or sorted(done) == ["depth", "hiap"]
+        time.sleep(0.3 * (arm == "depth"))
+        done.append(arm)
+        return subprocess.CompletedProcess([], arm != "depth")
+
+    monkeypatch.setattr(compare.subprocess, "run", process)
     with pytest.raises(SystemExit, match=r"these failed.*\nclock .* --arms hiap\nclock .* --arms taylor$"):
         compare.main()
+    assert done == ["hiap", "depth", "taylor"]
 
 
 def test_peers_may_have_aligned_heads(start, tmp_path: Path) -> None:

@@ -112,6 +112,11 @@ def prune(
     return Run(config, out, resume, data, cost).go()
 
 
+def projection_interval(search: int) -> int:
+    """Steps from one move of the budget to the next, in a search of so many."""
+    return max(1, search // PROJECTIONS)
+
+
 class Run:
     """One run: its parts, its state and the loop."""
 
@@ -146,7 +151,7 @@ class Run:
         self.dense_macs = macs(model)
         self.per_epoch = steps_per_epoch(config, self.data)
         self.schedule = make_schedule(config, config.epochs * self.per_epoch)
-        self.projected_every = max(1, self.schedule.freeze // PROJECTIONS)
+        self.projected_every = projection_interval(self.schedule.freeze)
         self.stop = (config.stop_after or config.epochs) * self.per_epoch
         self.other_teacher = other_teacher(config, self.data.classes, model.patch_embed.proj.in_channels)
         self._plan()  # refuses what cannot be reached, before the folder is made

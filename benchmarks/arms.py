@@ -40,11 +40,15 @@ class Peer(Run):
         super().__init__(config, out, data=data)
         self.make = make
 
-    def train(self) -> nn.Module:
+    def network(self) -> nn.Module:
+        """What is to be trained."""
         self.teacher = make_teacher(self.config, self.dense, self.norm, self.other_teacher)
         if self.config.align_heads:
             self._align()
-        self.raw, self.stage, self.average = self.make(self).to(self.device), "recover", None
+        return self.make(self).to(self.device)
+
+    def train(self) -> nn.Module:
+        self.raw, self.stage, self.average = self.network(), "recover", None
         self._prepare()
         self.record["top1_before"] = self._accuracy()
         self._stage_loop(self.stop)
@@ -366,6 +370,7 @@ PEERS: dict[str, Callable[[Peer], nn.Module]] = {
     "random": random_topology,
 }
 LEARNED = {"l1": L1, "paper": Paper}
-GATED = {"hiap": Run, **LEARNED}
+TIMED = "hiap_time"  # HiAP with a target in time
+GATED = {"hiap": Run, TIMED: Run, **LEARNED}
 SCRATCH = "hiap_scratch"
-ARMS = ("hiap", *PEERS, *LEARNED, SCRATCH)
+ARMS = ("hiap", *PEERS, *LEARNED, SCRATCH, TIMED)

@@ -1,10 +1,11 @@
 """HiAP against its peers: one dense start, one data set, one budget, one loop. Every run is a record; records add up.
 
     python benchmarks/compare.py run --data IMAGES --model NAME [--img-size 224] [--weights FILE] --records FILE
-        [--target 50%] [--epochs 15] [--arms hiap,taylor] [--rates 5e-4,1e-3] [--seeds 0,1,2] [--held-out] [--like hiap]
-        [--hours 0.4] [--set KEY=VALUE]
+        [--target 50%] [--epochs 15] [--arms hiap,taylor] [--rates 5e-4,1e-3] [--trial-epochs 5] [--seeds 0,1,2]
+        [--held-out] [--like hiap] [--hours 0.4] [--set KEY=VALUE]
+    python benchmarks/compare.py run --arms hiap_time --target 1.8ms --cost TABLE ... (the same options)
     python benchmarks/compare.py run --data SHEETS --start vit_tiny --weights FILE --records FILE ... (the same options)
-    python benchmarks/compare.py clock ... (the same options)
+    python benchmarks/compare.py clock|speed ... (the same options)
     python benchmarks/compare.py batch --list FILE --jobs 8 ... (options of all lines)
     python benchmarks/compare.py table --records FILE [--plots DIR]
 
@@ -12,11 +13,12 @@ IMAGES holds `train/` and `val/`, a folder a class in each; SHEETS those of Tiny
 Every arm chooses its learning rate from the same grid on a held-out tenth of the training images (sheet 9), with
 seed 0; then it is trained on all of them with its best rate, once for each seed, and scored on the validation set.
 What is already in the records is not run again, so a comparison goes on where it stopped; several processes may share a
-device and the records. `clock`, alone on the device, then times what they cannot: steps of each arm and a forward of
-its network; once there is such a record, tables and plots have no other times. `--like hiap` gives every other arm as
-many epochs as fit into HiAP's training time. A variant of an arm is made with `--set` and has rows of its own. `batch`
-takes a list of these commands, a line each, several at a time; what stands below a line `wait` is begun when all above
-it is done. The arms of Torch-Pruning need `torch-pruning`, plots `matplotlib`.
+device and the records. Alone on the device, `clock` then times training steps of each arm (once there is such a record,
+tables and plots have no other times), and `speed` a forward of their networks side by side, compiled. `--like hiap`
+gives every other arm as many epochs as fit into HiAP's training time. `hiap_time` is HiAP with a target in time, by a
+table of `hiap measure`. A variant of an arm is made with `--set` and has rows of its own. `batch` takes a list of these
+commands, a line each, several at a time; what stands below a line `wait` is begun when all above it is done. The arms
+of Torch-Pruning need `torch-pruning`, plots `matplotlib`.
 """
 
 import argparse
@@ -38,9 +40,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from arms import ARMS, GATED, LEARNED, PEERS, SCRATCH, Peer, counted_macs, from_scratch
+from arms import ARMS, GATED, LEARNED, PEERS, SCRATCH, TIMED, Peer, counted_macs, from_scratch
 from prune_tiny_imagenet import BASE, STARTS, assignments, configuration, sheets
-from report import CLOCK, KEY, read, table, timed
+from report import CLOCK, KEY, SPEED, read, table, timed
 
 import hiap
 from hiap.bench import runner
@@ -49,7 +51,9 @@ from hiap.compact import Widths
 from hiap.config import Config, read_config
 from hiap.data import ByteData
 from hiap.extract import shrink
-from hiap.families.timm import sites
+from hiap.families.timm import image_size, sites
+from hiap.latency import LatencyTable
+from hiap.optimize import optimize
 from hiap.start import dense_model, load_data
 from hiap.timing import device_name, materialise, precision, timings
 from hiap.train import projection_interval
@@ -76,6 +80,7 @@ def config_of(options: argparse.Namespace, arm: str, lr: float, seed: int, epoch
         given |= {"gate_mode": "gradient", "granularities": ["head", "block", "value_dim", "neuron"], "gate_lr": 2e-2}
         given |= {"freeze_at": 0.3, "align_heads": False}
         given |= LEARNED[arm].options
+    given |= {"cost": str(options.cost)} if arm == TIMED else {}
     given |= assignments(options.set)
     if options.model is None:
         return configuration(options.start, options.weights, given)
@@ -117,26 +122,26 @@ def run_arm(
                 run.projected_every = projection_interval(round(searched))
             result = run.go()
             network, record, macs = result.model, result.record, hiap.macs(result.model)
-            dense, search = result.dense, run.schedule.freeze / run.schedule.total
+            search = run.schedule.freeze / run.schedule.total
         else:
-            make = PEERS.get(arm) or (lambda peer: from_scratch(peer, hiap_widths(options, config, final)))
-            peer = Peer(config, out, data, make)
-            network, record, macs = peer.train(), peer.record, counted_macs(peer.raw, peer)
-            dense, search = peer.dense, 0.0
+            peer = peer_of(options, arm, config, final, data, out)
+            network, record, macs, search = peer.train(), peer.record, counted_macs(peer.raw, peer), 0.0
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     longer = steps / (data.train_size // config.batch_size)
-    widths = None if "torch_pruning" in arm else [vars(site.widths) for site in sites(network)]
-    if final == CLOCK and widths:  # what the whole run found, rather than a short one
-        widths = of(options, arm, True)[0]["widths"]
-        network = materialise(shrink(dense, [Widths(**one) for one in widths]), device)
     return {
         **{key: record[key] for key in KEPT if key in record},
         "macs": macs,
         "epoch_s": epoch_seconds(lines, longer),
         "search": search,
-        **forward(network, data, device),
-        "widths": widths,
+        "widths": None if "torch_pruning" in arm else [vars(site.widths) for site in sites(network)],
     }
+
+
+def peer_of(
+    options: argparse.Namespace, arm: str, config: Config, final: bool | str, data: ByteData, out: Path
+) -> Peer:
+    make = PEERS.get(arm) or (lambda peer: from_scratch(peer, hiap_widths(options, config, final)))
+    return Peer(config, out, data, make)
 
 
 def epoch_seconds(lines: list[dict[str, Any]], longer: float) -> dict[str, float]:
@@ -155,23 +160,14 @@ def hiap_widths(options: argparse.Namespace, config: Config, final: bool | str) 
     raise SystemExit(f"{SCRATCH} trains HiAP's topology: run the arm hiap with seed {config.seed} first")
 
 
-@torch.inference_mode()
-def forward(network: torch.nn.Module, data: ByteData, device: torch.device) -> dict[str, Any]:
-    """Milliseconds of a forward: in bf16 and a CUDA graph of eager kernels with CUDA, else in fp32 and eager."""
-    dtype, mode, batch = ("bf16", "graph", 256) if device.type == "cuda" else ("fp32", "eager", 8)
-    with precision(dtype) as kind:
-        x = next(iter(data.val(1)))[0].to(kind).expand(batch, -1, -1, -1).contiguous()
-        run = runner(network.to(kind).eval(), x, mode)
-        return {"ms": statistics.median(timings([run], device, 5, 30)[0]), "batch": batch, "precision": dtype}
-
-
 def setting(options: argparse.Namespace) -> tuple[str, str, str, str]:
     """What all runs of a comparison share: start, weights, options and target."""
     given = sorted(options.set) + ([f"limit={options.limit}"] if options.limit != 50 else [])
     own = [str(part) for part in (options.model, options.img_size, fingerprint(options.data)) if part]
     start = " ".join(own) if options.model else options.start
     weights = fingerprint(Path(options.weights)) if options.weights else "pretrained"
-    return start, weights, " ".join(given), options.target
+    target = f"{options.target} by {fingerprint(options.cost)}" if options.cost else options.target
+    return start, weights, " ".join(given), target
 
 
 @functools.cache
@@ -187,11 +183,11 @@ def fingerprint(path: Path) -> str:
 
 def of(options: argparse.Namespace, arm: str, final: bool) -> list[dict[str, Any]]:
     """The records of an arm in this setting at equal epochs."""
+    place = (*setting(options), options.epochs if final else options.trial_epochs or options.epochs, None, arm)
     return [
         record
         for record in read(options.records)
-        if tuple(record[key] for key in KEY[:4]) == setting(options)
-        and (record["epochs"], record["like"], record["arm"], record["final"]) == (options.epochs, None, arm, final)
+        if tuple(record[key] for key in KEY[:7]) == place and record["final"] == final
     ]
 
 
@@ -204,19 +200,58 @@ def run(options: argparse.Namespace) -> None:
             continue
         if len(rates) > 1 or options.held_out:
             for lr in rates:
-                take_record(options, arm, lr, 0, False, options.epochs, deadline)
+                take_record(options, arm, lr, 0, False, options.trial_epochs or options.epochs, deadline)
         for seed in [] if options.held_out else seeds:
             epochs = epochs_of(options, arm) if options.like else options.epochs
             take_record(options, arm, best_rate(options, arm, rates), seed, True, epochs, deadline)
 
 
 def clock(options: argparse.Namespace) -> None:
-    """Time an epoch (by the fastest of three parts) of each stage and a forward, of every arm with finished runs."""
+    """Time an epoch of each stage (by the fastest of three parts), of every arm with finished runs."""
     for arm in options.arms.split(","):
-        finished = of(options, arm, True)
-        if not finished:
-            raise SystemExit(f"{arm} has no finished runs in {options.records} whose network could be timed")
-        take_record(options, arm, 1e-4, finished[0]["seed"], CLOCK, 6 if arm in GATED else 3)
+        take_record(options, arm, 1e-4, finished_record(options, arm)["seed"], CLOCK, 6 if arm in GATED else 3)
+
+
+def speed(options: argparse.Namespace) -> None:
+    """Time a forward of every arm's finished network, all side by side with the dense one, optimised and compiled."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name, mode, batch = ("bf16", "compile+graph", 256) if device.type == "cuda" else ("fp32", "eager", 8)
+    config = config_of(options, options.arms.split(",")[0], 1e-4, 0, options.epochs)
+    dense = dense_model(config).to(device).eval()
+    finished = {arm: finished_record(options, arm) for arm in options.arms.split(",")}
+    with precision(name) as dtype, torch.inference_mode():
+        x = torch.randn(batch, dense.patch_embed.proj.in_channels, *image_size(dense), device=device, dtype=dtype)
+        networks = {"dense": copy.deepcopy(dense).to(dtype), "dense, optimised": optimize(dense, dtype, batch)}
+        for arm, record in finished.items():
+            if record["widths"] is None:
+                networks[arm] = made_network(options, arm, record, device).to(dtype).eval()
+            else:
+                network = materialise(shrink(copy.deepcopy(dense), [Widths(**one) for one in record["widths"]]), device)
+                networks[arm] = optimize(network, dtype, batch)
+        runs = [runner(network, x, mode) for network in networks.values()]
+        ms = dict(zip(networks, map(statistics.median, timings(runs, device, 10, 50)), strict=True))
+    for arm, record in finished.items():
+        place = (*setting(options), options.epochs, None, arm, record["lr"], record["seed"], SPEED)
+        found = {"ms": ms[arm], "dense_ms": ms["dense"], "dense_optimised_ms": ms["dense, optimised"]}
+        found |= {"batch": batch, "precision": name, "mode": mode}
+        write(options, dict(zip(KEY, place, strict=True)) | found, device)
+        print(f"{arm}: {ms[arm]:.3f} ms, {ms['dense'] / ms[arm]:.2f}x", flush=True)
+
+
+def made_network(
+    options: argparse.Namespace, arm: str, record: dict[str, Any], device: torch.device
+) -> torch.nn.Module:
+    """The network that a peer trained, as it was at first."""
+    config = config_of(options, arm, record["lr"], record["seed"], options.epochs)
+    with tempfile.TemporaryDirectory() as folder, torch.enable_grad(), torch.inference_mode(False):
+        data = data_of(options, config, True, device)
+        return peer_of(options, arm, config, True, data, Path(folder, "run")).network()
+
+
+def finished_record(options: argparse.Namespace, arm: str) -> dict[str, Any]:
+    if not (finished := of(options, arm, True)):
+        raise SystemExit(f"{arm} has no finished runs in {options.records} whose network could be timed")
+    return finished[0]
 
 
 def take_record(
@@ -240,12 +275,17 @@ def take_record(
     if final == CLOCK:
         config.freeze_at = 0.5
     record = dict(zip(KEY, place, strict=True)) | run_arm(options, arm, config, final, device)
-    record |= {"device": device_name(device), "torch": torch.__version__, "commit": options.commit or commit()}
-    with options.records.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+    record |= {"trial_epochs": options.trial_epochs} if final is True and options.trial_epochs else {}
+    write(options, record, device)
     kind = final if isinstance(final, str) else "final" if final else "held out"
     share = record["macs"] / record["dense_macs"]
     print(f"{arm} lr {lr:g} seed {seed} {kind}: {record['top1']:.2f} %, {share:.1%}", flush=True)
+
+
+def write(options: argparse.Namespace, record: dict[str, Any], device: torch.device) -> None:
+    record |= {"device": device_name(device), "torch": torch.__version__, "commit": options.commit or commit()}
+    with options.records.open("a") as file:
+        file.write(json.dumps(record) + "\n")
 
 
 def commit() -> str | None:
@@ -291,10 +331,12 @@ def add_options(go: argparse.ArgumentParser, function: Callable[[argparse.Namesp
     go.add_argument("--start", choices=sorted(STARTS), default="vit_tiny", help="with the sheets of Tiny-ImageNet")
     go.add_argument("--model", help="timm name, with a folder of images")
     go.add_argument("--img-size", type=int)
-    go.add_argument("--target", default="50%", help="share of the dense model's MACs")
+    go.add_argument("--target", default="50%", help="share of the dense model's MACs; with --cost in time")
+    go.add_argument("--cost", type=Path, help="a table of `hiap measure`, for hiap_time")
     go.add_argument("--epochs", type=int, default=15)
-    go.add_argument("--arms", default=",".join(ARMS))
+    go.add_argument("--arms", default=",".join(arm for arm in ARMS if arm != TIMED))
     go.add_argument("--rates", default="2e-4,5e-4,1e-3", help="the grid; a single one is taken as it is")
+    go.add_argument("--trial-epochs", type=int, help="of the runs that choose a rate; as many as --epochs by default")
     go.add_argument("--seeds", default="0,1,2")
     go.add_argument("--held-out", action="store_true", help="only the runs that choose a rate")
     go.add_argument("--like", help="as much training time as this arm took, instead of as many epochs")
@@ -320,8 +362,16 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"--data {options.data} is no folder")
     if not (options.weights or options.model):
         raise ValueError("--weights FILE is missing: those of the dense start")
-    if Target.parse(options.target).unit not in ("share", "macs"):
-        raise ValueError(f"--target must be in MACs, such as 50% or 0.6G, for all arms; found {options.target}")
+    if TIMED in arms:
+        if arms != [TIMED] or not options.cost:
+            raise ValueError(f"{TIMED} has a target of its own: run it alone, with --cost TABLE")
+        if Target.parse(options.target).unit not in ("x", LatencyTable.load(options.cost).unit):
+            raise ValueError(
+                f"--target must be in the unit of the table, such as 1.8ms or 2.0x; found {options.target}"
+            )
+    elif options.cost or Target.parse(options.target).unit not in ("share", "macs"):
+        wrong = f"--cost {options.cost}" if options.cost else options.target
+        raise ValueError(f"--target must be in MACs, such as 50% or 0.6G, for all arms but {TIMED}; found {wrong}")
     own = {"lr": "rates", "seed": "seeds", "epochs": "epochs", "target": "target", "data": "data", "model": "model"}
     for name in assignments(options.set):
         if name in own:
@@ -346,8 +396,8 @@ def batch(options: argparse.Namespace, common: list[str], parser: argparse.Argum
         elif words:
             groups[-1].append([words[0], *common, *words[1:]])
     for command in (command for group in groups for command in group):
-        if command[0] not in ("run", "clock"):
-            raise ValueError(f"a line of {options.list} begins with run, clock or wait; found {command[0]}")
+        if command[0] not in COMMANDS:
+            raise ValueError(f"a line of {options.list} begins with run, clock, speed or wait; found {command[0]}")
         check(parser.parse_args(command))  # all of them before the first is run
 
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.jobs))}
@@ -361,10 +411,13 @@ def batch(options: argparse.Namespace, common: list[str], parser: argparse.Argum
         raise SystemExit("\n".join(["these failed; the same batch tries them again, and nothing else:", *lost]))
 
 
+COMMANDS = {"run": run, "clock": clock, "speed": speed}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for name, function in (("run", run), ("clock", clock)):
+    for name, function in COMMANDS.items():
         add_options(commands.add_parser(name, help=function.__doc__), function)
     many = commands.add_parser("batch", help=batch.__doc__)
     many.set_defaults(go=batch)

@@ -8,27 +8,34 @@ from pathlib import Path
 from typing import Any
 
 KEY = ("start", "weights", "set", "target", "epochs", "like", "arm", "lr", "seed", "final")
-CLOCK = "clock"  # instead of True (scored on the validation set) or False (held out) as the `final` of a record
+CLOCK, SPEED = "clock", "speed"  # instead of True (scored on the validation set) or False (held out) as `final`
+SHOWN = 20.0  # points below the best that plots show
 
 
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def timed(record: dict[str, Any], records: list[dict[str, Any]], strict: bool) -> dict[str, float | None]:
-    """Seconds of training, evaluations aside, and milliseconds of a forward.
+def timed(record: dict[str, Any], records: list[dict[str, Any]], strict: bool) -> dict[str, Any]:
+    """Seconds of training, evaluations aside, and what `speed` found last, in one mode for all.
 
     Args:
         strict: only what `clock` timed; else a run that it did not is taken to have had the device to itself.
     """
-    same = ("start", "weights", "set", "target", "arm")
-    found = [one for one in records if one["final"] == CLOCK and all(one[key] == record[key] for key in same)]
-    if strict and not found:
-        return {"seconds": None, "ms": None}
-    clock = found[-1] if found else record
-    searching = clock["epoch_s"].get("search", 0.0)
-    epoch_s = record["search"] * searching + (1 - record["search"]) * clock["epoch_s"].get("recover", searching)
-    return {"seconds": record["epochs"] * epoch_s, "ms": clock["ms"]}
+
+    def last(final: str, **wanted: Any) -> dict[str, Any] | None:
+        same = {key: record[key] for key in ("start", "weights", "set", "target", "arm")} | {"final": final} | wanted
+        return next((one for one in reversed(records) if same.items() <= one.items()), None)
+
+    clock = last(CLOCK) or (None if strict else record)
+    mode = next((one["mode"] for one in reversed(records) if one["final"] == SPEED), None)
+    forward = last(SPEED, mode=mode) or {}
+    found = {key: forward.get(key) for key in ("ms", "dense_ms", "batch", "precision", "mode")} | {"seconds": None}
+    if clock:
+        searching = clock["epoch_s"].get("search", 0.0)
+        epoch_s = record["search"] * searching + (1 - record["search"]) * clock["epoch_s"].get("recover", searching)
+        found["seconds"] = record["epochs"] * epoch_s
+    return found
 
 
 def table(options: argparse.Namespace) -> None:
@@ -53,17 +60,18 @@ def table(options: argparse.Namespace) -> None:
     tables = {where: summaries(group, tried) for where, group in groups.items()}
     for (start, _, target, length), rows in tables.items():
         words = f"the training time of {length} epochs" if isinstance(length, str) else f"{length} epochs"
-        print(f"\n{start}, {target} of the MACs, {words} ({rows[0]['device']})\n")
-        print("| arm | top-1, mean | spread | seeds | MACs | training | forward | rate | held out |")
-        print("|---|---|---|---|---|---|---|---|---|")
+        goal = f"{target} of the MACs" if target.endswith("%") else target
+        print(f"\n{start}, {goal}, {words} ({rows[0]['device']})\n")
+        print("| arm | top-1, mean | spread | seeds | MACs | training | forward | speed-up | rate | held out |")
+        print("|---|---|---|---|---|---|---|---|---|---|")
         for row in sorted(rows, key=lambda row: -row["top1"]):
-            seconds, ms, held_out = (
-                "" if row[key] is None else form.format(row[key])
-                for key, form in {"seconds": "{:.0f} s", "ms": "{:.3f} ms", "held_out": "{:.2f}"}.items()
+            forms = {"seconds": "{:.0f} s", "ms": "{:.3f} ms", "speedup": "{:.2f}x", "held_out": "{:.2f}"}
+            seconds, ms, speedup, held_out = (
+                "" if row[key] is None else form.format(row[key]) for key, form in forms.items()
             )
             print(
                 f"| {row['arm']} | {row['top1']:.2f} | {row['spread']:.2f} | {row['seeds']} | {row['macs']:.2%} | "
-                f"{seconds} | {ms} | {row['lr']:g} | {held_out} |"
+                f"{seconds} | {ms} | {speedup} | {row['lr']:g} | {held_out} |"
             )
     if options.plots:
         plot(tables, options.plots)
@@ -89,10 +97,12 @@ def summaries(group: list[dict[str, Any]], tried: dict[Any, float]) -> list[dict
         own = [record for record in group if (record["arm"], record["set"], record["lr"]) == (arm, variant, lr)]
         top1 = [record["top1"] for record in own]
         epochs = int(own[0]["like"].split()[-1]) if own[0]["like"] else own[0]["epochs"]
+        epochs = own[0].get("trial_epochs", epochs)
         rows.append(
             {
-                **{key: own[0][key] for key in ("batch", "precision", "device")},
-                **{key: _mean([record[key] for record in own]) for key in ("seconds", "ms", "top1")},
+                **{key: own[0][key] for key in ("ms", "batch", "precision", "mode", "device")},
+                **{key: _mean([record[key] for record in own]) for key in ("seconds", "top1")},
+                "speedup": own[0]["dense_ms"] and own[0]["dense_ms"] / own[0]["ms"],
                 "arm": f"{arm} ({variant})" if variant else arm,
                 "lr": lr,
                 "held_out": tried.get(_trial(own[0], epochs)),
@@ -128,16 +138,22 @@ def plot(tables: dict[Any, list[dict[str, Any]]], folder: Path) -> None:
             for row in chosen(rows)
         ]
     for start, rows in by_start.items():
-        usual = rows[0]["length"]
+        usual, best = rows[0]["length"], max(row["top1"] for row in rows)
         arms = list(dict.fromkeys(row["arm"] for row in sorted(rows, key=lambda row: -row["top1"])))
+        low = ", ".join(f"{row['arm']} {row['top1']:.1f}" for row in rows if row["top1"] < best - SHOWN)
         for key, label in labels.items():
             figure, ax = plt.subplots(figsize=(6.8, 4.6), constrained_layout=True)
             lines = defaultdict(list)  # of networks of several sizes, or of trainings of several lengths
             for row in rows:
-                other = row["target"] if key == "seconds" else "" if row["length"] == usual else row["length"]
-                other = f"{other} epochs" if isinstance(other, int) else other
-                if row[key] is not None and (not isinstance(row["length"], str) or key == "seconds"):
-                    lines[row["arm"], other].append(row)
+                other = row["target"] if key == "seconds" else row["length"]
+                if (
+                    row[key] is None
+                    or row["top1"] < best - SHOWN
+                    or (other != usual and isinstance(other, str) and key != "seconds")
+                ):
+                    continue
+                lines[row["arm"], other].append(row)
+            named = set()
             for (arm, other), own in sorted(lines.items(), key=lambda line: arms.index(line[0][0])):
                 own.sort(key=lambda row: row[key])
                 number = arms.index(arm)
@@ -150,12 +166,17 @@ def plot(tables: dict[Any, list[dict[str, Any]]], folder: Path) -> None:
                     if arm == "hiap"
                     else plt.get_cmap("tab20")((2 * number + number // 10) % 20),  # strong colours first
                     linewidth=2.0 if arm == "hiap" else 1.0,
-                    linestyle="-" if other in ("", rows[0]["target"]) else ":",
                     capsize=2,
-                    label=f"{arm}, {other}" if other else arm,
+                    label=None if arm in named else arm,
                 )
-            how = f" ({rows[0]['precision']}, batch {rows[0]['batch']})" if key == "throughput" else ""
-            ax.set(xlabel=label + how, ylabel="top-1 (%)", title=start)
+                named.add(arm)
+                note = other if key == "seconds" else "" if other == usual else f"{other} epochs"
+                if note != rows[0]["target"]:
+                    ax.annotate(note, (own[-1][key], own[-1]["top1"]), (5, 3), textcoords="offset points", fontsize=7)
+            how = [row for row in rows if row["ms"]] if key == "throughput" else []
+            if how:
+                label += f" ({how[0]['precision']}, batch {how[0]['batch']}, {how[0]['mode']})"
+            ax.set(xlabel=label, ylabel="top-1 (%)", title=start + (f"\n(not shown: {low})" if low else ""))
             ax.grid(alpha=0.3)
             ax.legend(fontsize=7, ncol=2)
             figure.savefig(folder / f"{start}_{key}.png", dpi=150)

@@ -18,6 +18,7 @@ from hiap.compact import Widths
 from hiap.config import read_config
 from hiap.data import Augmentation, ByteData
 from hiap.families.timm import sites
+from hiap.latency import LatencyTable
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(FOLDER))
@@ -111,8 +112,7 @@ def test_widths_from_scratch_have_other_weights(start, tmp_path: Path) -> None:
 
 def test_tables_of_records(tmp_path: Path) -> None:
     keys = {"start": "vit", "weights": "w", "set": "", "target": "50%", "epochs": 15, "like": None, "device": "gpu"}
-    keys |= {"ms": 1.0, "batch": 256, "precision": "bf16", "lr": 5e-4, "macs": 499, "dense_macs": 1000}
-    keys |= {"epoch_s": {"recover": 4.0}, "search": 0.0}
+    keys |= {"lr": 5e-4, "macs": 499, "dense_macs": 1000, "epoch_s": {"recover": 4.0}, "search": 0.0}
     rows = [("hiap", 0, 72.0), ("hiap", 1, 73.0), ("taylor", 0, 71.0)]
     records = [{**keys, "arm": arm, "seed": seed, "top1": top1, "final": True} for arm, seed, top1 in rows]
     records[0]["search"] = records[1]["search"] = 0.4
@@ -120,8 +120,11 @@ def test_tables_of_records(tmp_path: Path) -> None:
     records.append(records[0] | {"final": False, "top1": 98, "lr": 1e-3})
     records.append(records[0] | {"set": "ema=0.9", "top1": 60, "search": 0})
     records.append(records[2] | {"lr": 1e-3, "top1": 50})
-    records.append(records[0] | {"final": "clock", "epochs": 6, "epoch_s": {"search": 5.0, "recover": 2.0}, "ms": 0.5})
+    records.append(records[0] | {"final": "clock", "epochs": 6, "epoch_s": {"search": 5.0, "recover": 2.0}})
     records.append(records[2] | {"like": "hiap 15", "epochs": 17, "top1": 71.5})
+    speed = {"final": "speed", "ms": 0.5, "dense_ms": 0.8, "batch": 256, "precision": "bf16", "mode": "compile"}
+    records += [records[2] | speed | {"mode": "graph"}, records[0] | speed | {"ms": 9.0}, records[0] | speed]
+    records.append(records[0] | {"arm": "hiap_time", "target": "1.8ms by t.json 1234", "top1": 20})
     file = tmp_path / "records.jsonl"
 
     def tables(records: list[dict]) -> str:
@@ -132,16 +135,17 @@ def test_tables_of_records(tmp_path: Path) -> None:
 
     text, same_time = tables(records).split("vit, 50% of the MACs, the training time of hiap 15 epochs")
     seconds = 15 * (0.4 * 5 + 0.6 * 2)
-    assert f"| hiap | 72.50 | 1.00 | 2 | 49.90% | {seconds:.0f} s | 0.500 ms | 0.0005 | 99.00 |" in text
-    assert "| hiap (ema=0.9) | 60.00 | 0.00 | 1 | 49.90% |  |  | 0.0005 |  |" in text  # not timed alone
+    assert f"| hiap | 72.50 | 1.00 | 2 | 49.90% | {seconds:.0f} s | 0.500 ms | 1.60x | 0.0005 | 99.00 |" in text
+    assert "| hiap (ema=0.9) | 60.00 | 0.00 | 1 | 49.90% |  |  |  | 0.0005 |  |" in text  # not timed alone
     assert text.index("| hiap") < text.index("| taylor | 71.00 | 0.00 | 1 |") < text.index("| hiap (ema")
-    assert "| taylor | 50.00 | 0.00 | 1 | 49.90% |  |  | 0.001 |  |" in text  # a rate has a row of its own
+    assert "| taylor | 50.00 | 0.00 | 1 | 49.90% |  |  |  | 0.001 |  |" in text  # a rate has a row of its own
+    assert "\nvit, 1.8ms by t.json 1234, 15 epochs (gpu)" in same_time
     assert "| hiap | 72.50 |" in same_time and "| taylor | 71.50 |" in same_time
     assert "(ema=0.9)" not in same_time  # it took another time
     for name in ("macs", "throughput", "seconds"):
         assert Image.open(tmp_path / f"plots/vit_{name}.png").size[0] > 500
     text = tables([record for record in records if record["final"] != "clock"])
-    assert "| taylor | 50.00 | 0.00 | 1 | 49.90% | 60 s | 1.000 ms | 0.001 |  |" in text  # by the runs' own times
+    assert "| taylor | 50.00 | 0.00 | 1 | 49.90% | 60 s |  |  | 0.001 |  |" in text  # by the runs' own times
 
 
 def test_plots_take_the_rate_that_held_out_images_choose() -> None:
@@ -191,9 +195,37 @@ def test_a_comparison_is_run_and_timed(tmp_path: Path, monkeypatch: pytest.Monke
         ("hiap", "clock", ["recover", "search"]),
         ("taylor", "clock", ["recover"]),
     ]
-    assert records[6]["widths"] == records[4]["widths"]
     more = called("run", "--like", "hiap", "--rates", "1e-3")[len(records) :]
     assert [(r["arm"], r["like"]) for r in more] == [("taylor", "hiap 2")]
+    built = []
+    optimize = compare.optimize
+    monkeypatch.setattr(compare, "optimize", lambda network, *how: built.append(network) or optimize(network, *how))
+    for _ in range(2):  # all of them again: times are compared side by side
+        found = called("speed")[-2:]
+        assert [(r["arm"], r["final"], r["mode"]) for r in found] == [(arm, "speed", "eager") for arm in arms]
+        assert found[0]["dense_ms"] == found[1]["dense_ms"] > 0 and min(r["ms"] for r in found) > 0
+    assert [[vars(site.widths) for site in sites(network)] for network in built[1:3]] == [
+        record["widths"] for record in records[4:6]
+    ]
+    with (tmp_path / "records.jsonl").open("a") as file:  # as those of Torch-Pruning, whose networks are made again
+        file.write(json.dumps(records[5] | {"arm": "depth", "widths": None}) + "\n")
+    assert called("speed", "--arms", "depth")[-1]["ms"] > 0
+    dense = {"heads": 2, "qk_dim": 32, "value_dim": 32, "neurons": 192}
+    grid = {name: [8, width] if name != "heads" else [1, width] for name, width in dense.items()}
+    ms = {"attention": [[[1.0, 1.1], [1.1, 1.2]], [[1.3, 1.4], [1.4, 1.5]]], "ffn": [1.0, 2.0], "outside": 1.0}
+    own_time = {
+        "unit": "ms",
+        "device": "elsewhere",
+        "precision": "fp32",
+        "batch": 8,
+        "mode": "eager",
+        "model": "test_vit",
+    }
+    LatencyTable(**own_time, **grid, **ms, dim=64, tokens=5, dense=22.0).save(tmp_path / "table.json")
+    cost = ("--cost", tmp_path / "table.json", "--arms", "hiap_time", "--target", "1.4x", "--rates", "1e-3")
+    record = called("run", *cost)[-1]
+    assert record["arm"] == "hiap_time" and re.fullmatch(r"1\.4x by table\.json [0-9a-f]{8}", record["target"])
+    assert called("speed", *cost)[-1]["target"] == record["target"]
 
 
 def test_an_epoch_is_timed_by_the_fastest() -> None:
@@ -207,6 +239,10 @@ def test_an_epoch_is_timed_by_the_fastest() -> None:
         ("--arms hiap,slim", "unknown arm slim; known: hiap, "),
         ("--like haip", "unknown arm haip"),
         ("--target 2Mparams", "must be in MACs"),
+        ("--target 2ms", "must be in MACs, such as 50% or 0.6G, for all arms but hiap_time; found 2ms"),
+        ("--cost table.json", "for all arms but hiap_time; found --cost table.json"),
+        ("--arms hiap_time --target 2ms", "run it alone, with --cost TABLE"),
+        ("--arms hiap_time --target 2ms --cost table.json", "table.json is no table of `hiap measure`"),
         ("--set lr=1e-3", "use --rates"),
         ("--set dense_epochs=3", "different starts"),
         ("--set distill_features=1 --arms hiap,torch_pruning_taylor", "whose networks are narrower"),
@@ -231,7 +267,7 @@ def test_comparisons_refuse_before_they_run(
     ("line", "jobs", "message"),
     [
         ("run --arms slim", 2, "unknown arm slim"),
-        ("prune --arms hiap", 2, "run, clock or wait; found prune"),
+        ("prune --arms hiap", 2, "run, clock, speed or wait; found prune"),
         ("run", 0, "--jobs must be at least 1; found 0"),
     ],
 )

@@ -66,6 +66,63 @@ def test_losses_are_those_of_the_units_that_go(kinds: tuple[str, ...]) -> None:
             assert loss == pytest.approx(min(expected, whole))
 
 
+class Dear(hiap.MacCost):
+    """Most of a branch is paid for at any width."""
+
+    proportional = False
+
+    def block(self, site: Site, widths: Widths) -> float:
+        fixed = 1e5 * (bool(widths.heads) + bool(widths.neurons))
+        return super().block(site, widths) + fixed
+
+
+@pytest.mark.parametrize("kinds", [ALL, PAPER, ("block", "neuron"), ("attention", "value_dim"), ("attention", "block")])
+def test_a_branch_goes_with_its_units(kinds: tuple[str, ...]) -> None:
+    """Where narrow branches are dear, those of its units that go first take the most of a branch with them."""
+    model = hiap.attach(make(**MODEL), kinds)
+    found = Allocation(sites(model), [set(kinds)] * 2, Dear(model), Floors(heads=0), 4)
+    values = drawn(model, 0)
+    for (i, branch), losses in zip(found.branches, found.losses(values), strict=True):
+        value = values[i]
+        if branch.gate not in value:
+            continue
+        units = {"block": ["neuron"], "attention": ["head"] if "head" in value else ["qk_dim", "value_dim"]}[
+            branch.gate
+        ]
+        whole, worth = value[branch.gate].item(), sum(value[kind].sum().item() for kind in units if kind in value)
+        for widths, loss in zip(branch.choices, losses.tolist(), strict=False):
+            if widths.heads is None and widths.neurons is None:
+                assert loss == pytest.approx(whole)
+            elif branch.gate == "block":
+                gone = value["neuron"].sort(descending=True).values[widths.neurons :].sum().item() if worth else 0.0
+                assert loss == pytest.approx(whole * (1 - (1 - gone / max(worth, 1e-9)) ** 2))
+            else:
+                gone = naive(value, widths) / max(worth, 1e-9)
+                assert loss == pytest.approx(whole * (1 - (1 - gone) ** 2))
+
+
+def test_what_is_closed_does_not_come_back_as_a_trace() -> None:
+    """Units in a closed branch feel hardly any gradient. By sums of values its narrowest width would lose nothing."""
+    model = hiap.attach(make(**MODEL), ALL)
+    cost, whole = Dear(model), sites(model)[0].widths
+    allowed = cost.outside + 1.6 * cost.block(sites(model)[0], whole)
+    values = [
+        {kind: torch.full(gate.shape, scale).double() for kind, gate in kinds.items()}
+        for kinds, scale in zip(gates_by_block(model), (1.0, 1e-6), strict=True)
+    ]
+    for block, worth in zip(values, (1e3, 10.0), strict=True):
+        block |= {kind: torch.tensor([worth]).double() for kind in ("attention", "block")}
+    for proportional in (False, True):
+        cost.proportional = proportional
+        found = Allocation(sites(model), [set(ALL)] * 2, cost)
+        first, second = found.widths(found.spend(found.losses(values), allowed)[0])
+        assert first == whole
+        if proportional:
+            assert second.heads == 1 and second.neurons <= 16
+        else:
+            assert second in (Widths(4, 8, 8, None), Widths(None, 0, 0, 128))
+
+
 def naive(value: Values, widths: Widths) -> float:
     """Head by head, dim by dim."""
     heads = range(MODEL["num_heads"])

@@ -1,9 +1,10 @@
 """What a budget is best spent on: a width for every branch, so that all of them fit and the least is lost.
 
 A branch, the attention or the FFN of a block, can be built in many widths, or not at all. Each choice has a cost and a
-loss: the values of the units it has no room for. To choose one for each branch is a knapsack, solved by Lagrange's
-method: at a rate of so much loss for so much cost every branch chooses by itself, and the rate is the least at which
-the network fits. What room is left is then filled. Costs may have steps and fixed parts.
+loss: the values of the units it has no room for, where cost is proportional to them; else the part of the branch's own
+value that goes with theirs. To choose one for each branch is a knapsack, solved by Lagrange's method: at a rate of so
+much loss for so much cost every branch chooses by itself, and the rate is the least at which the network fits. What
+room is left is then filled. Costs may have steps and fixed parts.
 """
 
 from __future__ import annotations
@@ -52,19 +53,32 @@ class Branch:
     gate: str
     choices: list[Widths]
 
-    def losses(self, values: Values) -> Tensor:
-        """What each choice loses: what is left of a branch or head never loses more than the whole of it. (choices)"""
+    def losses(self, values: Values, proportional: bool = True) -> Tensor:
+        """What each choice loses: what is left of a branch or head never loses more than the whole of it. (choices)
+
+        Args:
+            proportional: units lose what they are worth. Else they share what the branch is worth, and those that go
+                first take the most of it: with a share s of all units' value goes 1 - (1 - s)^2 of the branch.
+        """
         inside = self._inside(values)
         if self.choices[-1] != GONE:
             return inside
         whole = values[self.gate].view(1)
-        return torch.cat([inside.minimum(whole), whole])
+        if proportional:
+            return torch.cat([inside.minimum(whole), whole])
+        left = (1 - inside / self._all(values)).clamp(min=0)
+        return torch.cat([whole * (1 - left.square()), whole])
 
     def prices(self, price: Tensor) -> dict[str, float]:
         """What a unit of each kind costs on the way from the whole branch to the least, given the price of choices."""
         raise NotImplementedError
 
     def _inside(self, values: Values) -> Tensor:
+        """What the units are worth that each choice has no room for."""
+        raise NotImplementedError
+
+    def _all(self, values: Values) -> float:
+        """What all units are worth."""
         raise NotImplementedError
 
 
@@ -78,6 +92,9 @@ class FFN(Branch):
 
     def _inside(self, values: Values) -> Tensor:
         return _lost(values.get("neuron"), self.neurons)
+
+    def _all(self, values: Values) -> float:
+        return float(values["neuron"].sum()) if "neuron" in values else math.inf
 
     def prices(self, price: Tensor) -> dict[str, float]:
         return {"block": float(price[0]), "neuron": _slope(price[: len(self.neurons)], self.neurons)}
@@ -108,6 +125,11 @@ class Attention(Branch):
         some = [n for n in self.heads if n]
         inside = closed[: len(some), None, None] + dims[[n - 1 for n in some]]
         return torch.cat([inside.flatten(), closed[len(some) :]])
+
+    def _all(self, values: Values) -> float:
+        if "head" in values:
+            return float(values["head"].sum())
+        return sum(float(values[kind].sum()) for kind in ("qk_dim", "value_dim") if kind in values) or math.inf
 
     def prices(self, price: Tensor) -> dict[str, float]:
         heads = [n for n in self.heads if n]
@@ -161,6 +183,7 @@ class Allocation:
         floors: Floors | None = None,
         multiple: int = 8,
     ) -> None:
+        self.proportional = cost.proportional
         self.dense = [site.widths for site in sites]
         self.branches: list[tuple[int, Branch]] = []
         for i, (site, kinds) in enumerate(zip(sites, movable, strict=True)):
@@ -182,7 +205,7 @@ class Allocation:
 
     def losses(self, values: Sequence[Values]) -> Tensor:
         """What each choice of each branch loses. (branches, choices)"""
-        return _stack([branch.losses(values[i]) for i, branch in self.branches])
+        return _stack([branch.losses(values[i], self.proportional) for i, branch in self.branches])
 
     def spend(self, losses: Tensor, allowed: float) -> tuple[Tensor, float]:
         """The choices of least loss that fit, and the rate at which branches made them."""

@@ -130,9 +130,11 @@ class Cost:
         fixed: cost of what no gate can remove: stem, classifier, protected blocks, ungated units.
         dense: the prunable cost with everything open; losses are divided by it.
         unit: what it is counted in.
+        proportional: a branch of half the units costs about half.
     """
 
     unit = "MACs"
+    proportional = True
     outside: float
     fixed: float
     dense: float

@@ -134,7 +134,7 @@ class LatencyTable:
 class LatencyCost(Cost):
     """Cost of a network by a table: interpolated between its grid points, additive over blocks, never falling.
 
-    All of the blocks counts as prunable, gated or not.
+    All of the blocks counts as prunable, gated or not. A narrow branch costs nearly what a wide one does.
 
     Args:
         model: a gated or ungated model of the table's width and number of tokens.
@@ -143,6 +143,8 @@ class LatencyCost(Cost):
     Raises:
         LatencyError: the table does not fit the model, the device or the precision.
     """
+
+    proportional = False
 
     def __init__(
         self, model: nn.Module, table: LatencyTable, device: str | None = None, precision: str | None = None

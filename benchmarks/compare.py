@@ -219,7 +219,7 @@ def speed(options: argparse.Namespace) -> None:
     config = config_of(options, options.arms.split(",")[0], 1e-4, 0, options.epochs)
     dense = dense_model(config).to(device).eval()
     finished = {arm: finished_record(options, arm) for arm in options.arms.split(",")}
-    with precision(name) as dtype, torch.inference_mode():
+    with precision(name) as dtype, torch.no_grad():
         x = torch.randn(batch, dense.patch_embed.proj.in_channels, *image_size(dense), device=device, dtype=dtype)
         networks = {"dense": copy.deepcopy(dense).to(dtype), "dense, optimised": optimize(dense, dtype, batch)}
         for arm, record in finished.items():
@@ -228,8 +228,9 @@ def speed(options: argparse.Namespace) -> None:
             else:
                 network = materialise(shrink(copy.deepcopy(dense), [Widths(**one) for one in record["widths"]]), device)
                 networks[arm] = optimize(network, dtype, batch)
-        runs = [runner(network, x, mode) for network in networks.values()]
-        ms = dict(zip(networks, map(statistics.median, timings(runs, device, 10, 50)), strict=True))
+        with torch.inference_mode():
+            runs = [runner(network, x, mode) for network in networks.values()]
+            ms = dict(zip(networks, map(statistics.median, timings(runs, device, 10, 50)), strict=True))
     for arm, record in finished.items():
         place = (*setting(options), options.epochs, None, arm, record["lr"], record["seed"], SPEED)
         found = {"ms": ms[arm], "dense_ms": ms["dense"], "dense_optimised_ms": ms["dense, optimised"]}
@@ -243,7 +244,7 @@ def made_network(
 ) -> torch.nn.Module:
     """The network that a peer trained, as it was at first."""
     config = config_of(options, arm, record["lr"], record["seed"], options.epochs)
-    with tempfile.TemporaryDirectory() as folder, torch.enable_grad(), torch.inference_mode(False):
+    with tempfile.TemporaryDirectory() as folder, torch.enable_grad():
         data = data_of(options, config, True, device)
         return peer_of(options, arm, config, True, data, Path(folder, "run")).network()
 

@@ -110,7 +110,7 @@ def test_widths_from_scratch_have_other_weights(start, tmp_path: Path) -> None:
     assert not torch.equal(network.patch_embed.proj.weight, peer.dense.patch_embed.proj.weight)
 
 
-def test_tables_of_records(tmp_path: Path) -> None:
+def test_tables_of_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     keys = {"start": "vit", "weights": "w", "set": "", "target": "50%", "epochs": 15, "like": None, "device": "gpu"}
     keys |= {"lr": 5e-4, "macs": 499, "dense_macs": 1000, "epoch_s": {"recover": 4.0}, "search": 0.0}
     rows = [("hiap", 0, 72.0), ("hiap", 1, 73.0), ("taylor", 0, 71.0)]
@@ -129,9 +129,10 @@ def test_tables_of_records(tmp_path: Path) -> None:
 
     def tables(records: list[dict]) -> str:
         file.write_text("".join(json.dumps(record) + "\n" for record in records))
-        plots = ["--plots", str(tmp_path / "plots")]
-        command = [sys.executable, str(FOLDER / "compare.py"), "table", "--records", str(file), *plots]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        command = ["compare.py", "table", "--records", str(file), "--plots", str(tmp_path / "plots")]
+        monkeypatch.setattr(sys, "argv", command)
+        compare.main()
+        return capsys.readouterr().out
 
     text, same_time = tables(records).split("vit, 50% of the MACs, the training time of hiap 15 epochs")
     seconds = 15 * (0.4 * 5 + 0.6 * 2)

@@ -229,7 +229,10 @@ def speed(options: argparse.Namespace) -> None:
                 network = materialise(shrink(copy.deepcopy(dense), [Widths(**one) for one in record["widths"]]), device)
                 networks[arm] = optimize(network, dtype, batch)
         with torch.inference_mode():
-            runs = [runner(network, x, mode) for network in networks.values()]
+            runs = []
+            for network in networks.values():
+                torch.compiler.reset()  # some versions hold few networks; their graphs stay
+                runs.append(runner(network, x, mode))
             ms = dict(zip(networks, map(statistics.median, timings(runs, device, 10, 50)), strict=True))
     for arm, record in finished.items():
         place = (*setting(options), options.epochs, None, arm, record["lr"], record["seed"], SPEED)

@@ -145,14 +145,10 @@ def plot(tables: dict[Any, list[dict[str, Any]]], folder: Path) -> None:
             figure, ax = plt.subplots(figsize=(6.8, 4.6), constrained_layout=True)
             lines = defaultdict(list)  # of networks of several sizes, or of trainings of several lengths
             for row in rows:
-                other = row["target"] if key == "seconds" else row["length"]
-                if (
-                    row[key] is None
-                    or row["top1"] < best - SHOWN
-                    or (other != usual and isinstance(other, str) and key != "seconds")
-                ):
+                equal_time = isinstance(row["length"], str)
+                if row[key] is None or row["top1"] < best - SHOWN or (equal_time and key != "seconds"):
                     continue
-                lines[row["arm"], other].append(row)
+                lines[row["arm"], row["target"] if key == "seconds" else row["length"]].append(row)
             named = set()
             for (arm, other), own in sorted(lines.items(), key=lambda line: arms.index(line[0][0])):
                 own.sort(key=lambda row: row[key])
@@ -170,8 +166,8 @@ def plot(tables: dict[Any, list[dict[str, Any]]], folder: Path) -> None:
                     label=None if arm in named else arm,
                 )
                 named.add(arm)
-                note = other if key == "seconds" else "" if other == usual else f"{other} epochs"
-                if note != rows[0]["target"]:
+                note = other.split(" by ")[0] if key == "seconds" else f"{other} epochs"
+                if other not in (usual, rows[0]["target"]):
                     ax.annotate(note, (own[-1][key], own[-1]["top1"]), (5, 3), textcoords="offset points", fontsize=7)
             how = [row for row in rows if row["ms"]] if key == "throughput" else []
             if how:

@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from arms import FIVE, Peer, controller_of
+from arms import FIVE, Peer, observed
 from prune_tiny_imagenet import STARTS, configuration, sheets
-
-import hiap
 
 SHARES = {"neurons": (0.25, 0.5, 0.75, 0.9), "dims": (0.5, 0.75, 0.875)}
 
@@ -36,7 +34,6 @@ def main() -> None:
     parser.add_argument("--start", choices=sorted(STARTS), default="vit_tiny")
     parser.add_argument("--weights", required=True, help="weights of the start (safetensors)")
     parser.add_argument("--limit", type=int, default=3, help="images a class of each sheet")
-    parser.add_argument("--blocks", type=int, nargs="*", help="all by default")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     given = {"precision": "fp32", "batch_size": 128, "distill_features": 0.0, "align_heads": True}
@@ -45,15 +42,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = Peer(config, Path(folder, "run"), data, lambda peer: peer.dense)
         run.network()
-    gated, controller = controller_of(run, (*FIVE, "attention"))
-    gated.train()
-    for x, y in run.batches():
-        run.loss(gated, x, y).backward()
-        controller.observe()
-    gated.eval()
+    controller = observed(run, (*FIVE, "attention"))
+    gated = controller.model.eval()
 
     @torch.no_grad()
-    def grown(closed: dict[Any, torch.Tensor]) -> float:
+    def loss(closed: dict[Any, torch.Tensor]) -> float:
         """The loss with these units closed."""
         for gate, units in closed.items():
             gate.logit[units.flatten().to(gate.logit.device)] = -8.0
@@ -62,17 +55,14 @@ def main() -> None:
             gate.logit.fill_(8.0)
         return total / data.val_size
 
-    dense, found = grown({}), defaultdict(list)
-    print(f"dense: {dense:.4f}; of {hiap.macs(run.dense) / 1e6:.0f} M MACs", flush=True)
-    values = controller.values()
-    for i in options.blocks or range(len(values)):
-        value, gates = values[i], controller.kinds[i]
+    dense, found = loss({}), defaultdict(list)
+    for i, (value, gates) in enumerate(zip(controller.values(), controller.kinds, strict=True)):
         for branch, units, kinds in (("block", "neurons", ("neuron",)), ("attention", "dims", ("qk_dim", "value_dim"))):
-            whole = grown({gates[branch]: torch.ones(1, dtype=torch.bool)}) - dense
+            whole = loss({gates[branch]: torch.ones(1, dtype=torch.bool)}) - dense
             print(f"block {i}: {branch} {whole:.4f}", flush=True)
             for share in SHARES[units]:
                 closed = {kind: least(value[kind], share) for kind in kinds}
-                lost = grown({gates[kind]: which for kind, which in closed.items()}) - dense
+                lost = loss({gates[kind]: which for kind, which in closed.items()}) - dense
                 worth = sum((value[kind] * which).sum(-1) for kind, which in closed.items())
                 if branch == "block":
                     of_all = worth.sum() / value["neuron"].sum()

@@ -119,7 +119,8 @@ def test_tables_of_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     records.append(records[0] | {"final": False, "top1": 99})
     records.append(records[0] | {"final": False, "top1": 98, "lr": 1e-3})
     records.append(records[0] | {"set": "ema=0.9", "top1": 60, "search": 0})
-    records.append(records[2] | {"lr": 1e-3, "top1": 50})
+    records.append(records[2] | {"lr": 1e-3, "top1": 50, "trial_epochs": 5})
+    records.append(records[-1] | {"final": False, "epochs": 5, "top1": 45})
     records.append(records[0] | {"final": "clock", "epochs": 6, "epoch_s": {"search": 5.0, "recover": 2.0}})
     records.append(records[2] | {"like": "hiap 15", "epochs": 17, "top1": 71.5})
     speed = {"final": "speed", "ms": 0.5, "dense_ms": 0.8, "batch": 256, "precision": "bf16", "mode": "compile"}
@@ -139,14 +140,14 @@ def test_tables_of_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert f"| hiap | 72.50 | 1.00 | 2 | 49.90% | {seconds:.0f} s | 0.500 ms | 1.60x | 0.0005 | 99.00 |" in text
     assert "| hiap (ema=0.9) | 60.00 | 0.00 | 1 | 49.90% |  |  |  | 0.0005 |  |" in text  # not timed alone
     assert text.index("| hiap") < text.index("| taylor | 71.00 | 0.00 | 1 |") < text.index("| hiap (ema")
-    assert "| taylor | 50.00 | 0.00 | 1 | 49.90% |  |  |  | 0.001 |  |" in text  # a rate has a row of its own
+    assert "| taylor | 50.00 | 0.00 | 1 | 49.90% |  |  |  | 0.001 | 45.00 |" in text  # a rate has a row of its own
     assert "\nvit, 1.8ms by t.json 1234, 15 epochs (gpu)" in same_time
     assert "| hiap | 72.50 |" in same_time and "| taylor | 71.50 |" in same_time
     assert "(ema=0.9)" not in same_time  # it took another time
     for name in ("macs", "throughput", "seconds"):
         assert Image.open(tmp_path / f"plots/vit_{name}.png").size[0] > 500
     text = tables([record for record in records if record["final"] != "clock"])
-    assert "| taylor | 50.00 | 0.00 | 1 | 49.90% | 60 s |  |  | 0.001 |  |" in text  # by the runs' own times
+    assert "| taylor | 50.00 | 0.00 | 1 | 49.90% | 60 s |  |  | 0.001 | 45.00 |" in text  # by the runs' own times
 
 
 def test_plots_take_the_rate_that_held_out_images_choose() -> None:
@@ -208,6 +209,8 @@ def test_a_comparison_is_run_and_timed(tmp_path: Path, monkeypatch: pytest.Monke
     assert [[vars(site.widths) for site in sites(network)] for network in built[1:3]] == [
         record["widths"] for record in records[4:6]
     ]
+    tried = called("run", "--arms", "taylor", "--trial-epochs", "1", "--seeds", "7")[-3:]
+    assert [(r["epochs"], r["final"], r.get("trial_epochs")) for r in tried] == [(1, False, None)] * 2 + [(2, True, 1)]
     with (tmp_path / "records.jsonl").open("a") as file:  # as those of Torch-Pruning, whose networks are made again
         file.write(json.dumps(records[5] | {"arm": "depth", "widths": None}) + "\n")
     assert called("speed", "--arms", "depth")[-1]["ms"] > 0

@@ -17,20 +17,15 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def timed(record: dict[str, Any], records: list[dict[str, Any]], strict: bool) -> dict[str, Any]:
-    """Seconds of training, evaluations aside, and what `speed` found last, in one mode for all.
+    """Seconds of training, evaluations aside, and what `speed` found last in each mode.
 
     Args:
         strict: only what `clock` timed; else a run that it did not is taken to have had the device to itself.
     """
-
-    def last(final: str, **wanted: Any) -> dict[str, Any] | None:
-        same = {key: record[key] for key in ("start", "weights", "set", "target", "arm")} | {"final": final} | wanted
-        return next((one for one in reversed(records) if same.items() <= one.items()), None)
-
-    clock = last(CLOCK) or (None if strict else record)
-    mode = next((one["mode"] for one in reversed(records) if one["final"] == SPEED), None)
-    forward = last(SPEED, mode=mode) or {}
-    found = {key: forward.get(key) for key in ("ms", "dense_ms", "batch", "precision", "mode")} | {"seconds": None}
+    same = {key: record[key] for key in ("start", "weights", "set", "target", "arm")}
+    own = [one for one in records if same.items() <= one.items()]
+    clock = next((one for one in reversed(own) if one["final"] == CLOCK), None if strict else record)
+    found = {"seconds": None, "forwards": {one["mode"]: one for one in own if one["final"] == SPEED}}
     if clock:
         searching = clock["epoch_s"].get("search", 0.0)
         epoch_s = record["search"] * searching + (1 - record["search"]) * clock["epoch_s"].get("recover", searching)
@@ -62,17 +57,17 @@ def table(options: argparse.Namespace) -> None:
         words = f"the training time of {length} epochs" if isinstance(length, str) else f"{length} epochs"
         goal = f"{target} of the MACs" if target.endswith("%") else target
         print(f"\n{start}, {goal}, {words} ({rows[0]['device']})\n")
-        print("| arm | top-1, mean | spread | seeds | MACs | training | forward | speed-up | rate | held out |")
-        print("|---|---|---|---|---|---|---|---|---|---|")
+        modes = modes_of(rows)
+        head = ["arm", "top-1, mean", "spread", "seeds", "MACs", "training", *map("forward, {}".format, modes)]
+        head += ["rate", "held out"]
+        print("|", " | ".join(head), "|")
+        print("|", " | ".join("---" for _ in head), "|")
         for row in sorted(rows, key=lambda row: -row["top1"]):
-            forms = {"seconds": "{:.0f} s", "ms": "{:.3f} ms", "speedup": "{:.2f}x", "held_out": "{:.2f}"}
-            seconds, ms, speedup, held_out = (
-                "" if row[key] is None else form.format(row[key]) for key, form in forms.items()
-            )
-            print(
-                f"| {row['arm']} | {row['top1']:.2f} | {row['spread']:.2f} | {row['seeds']} | {row['macs']:.2%} | "
-                f"{seconds} | {ms} | {speedup} | {row['lr']:g} | {held_out} |"
-            )
+            cells = [row["arm"], f"{row['top1']:.2f}", f"{row['spread']:.2f}", str(row["seeds"]), f"{row['macs']:.2%}"]
+            cells += ["" if row["seconds"] is None else f"{row['seconds']:.0f} s"]
+            cells += [_forward(row["forwards"].get(mode)) for mode in modes]
+            cells += [f"{row['lr']:g}", "" if row["held_out"] is None else f"{row['held_out']:.2f}"]
+            print("|", " | ".join(cells), "|")
     if options.plots:
         plot(tables, options.plots)
 
@@ -80,6 +75,18 @@ def table(options: argparse.Namespace) -> None:
 def _trial(record: dict[str, Any], epochs: int) -> tuple[Any, ...]:
     """What tells the run that tried a rate on held-out images."""
     return (*(record[key] for key in KEY[:4]), epochs, record["arm"], record["lr"])
+
+
+def modes_of(rows: list[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(mode for row in rows for mode in row["forwards"]))
+
+
+def _forward(found: dict[str, Any] | None) -> str:
+    """The time of a forward, and how many times as fast as the dense model's that is, where both were timed."""
+    if found is None:
+        return ""
+    faster = f" ({found['dense_ms'] / found['ms']:.2f}x)" if found["dense_ms"] else ""
+    return f"{found['ms']:.3f} ms{faster}"
 
 
 def _mean(values: list[float | None]) -> float | None:
@@ -100,9 +107,8 @@ def summaries(group: list[dict[str, Any]], tried: dict[Any, float]) -> list[dict
         epochs = own[0].get("trial_epochs", epochs)
         rows.append(
             {
-                **{key: own[0][key] for key in ("ms", "batch", "precision", "mode", "device")},
+                **{key: own[0][key] for key in ("forwards", "device")},
                 **{key: _mean([record[key] for record in own]) for key in ("seconds", "top1")},
-                "speedup": own[0]["dense_ms"] and own[0]["dense_ms"] / own[0]["ms"],
                 "arm": f"{arm} ({variant})" if variant else arm,
                 "lr": lr,
                 "held_out": tried.get(_trial(own[0], epochs)),
@@ -123,58 +129,68 @@ def chosen(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def plot(tables: dict[Any, list[dict[str, Any]]], folder: Path) -> None:
-    """Top-1 against MACs, throughput and training time: of every arm the rate that was chosen, and no variants."""
+    """Top-1 against MACs, training time and throughput in each mode: of every arm the chosen rate, and no variants."""
     import matplotlib
 
     matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     folder.mkdir(parents=True, exist_ok=True)
-    labels = {"macs": "share of the dense model's MACs", "throughput": "images / s", "seconds": "training time (s)"}
     by_start = defaultdict(list)
     for (start, _, target, length), rows in tables.items():
-        by_start[start] += [
-            row | {"throughput": row["ms"] and 1e3 * row["batch"] / row["ms"], "target": target, "length": length}
-            for row in chosen(rows)
-        ]
+        by_start[start] += [row | {"target": target, "length": length} for row in chosen(rows)]
     for start, rows in by_start.items():
-        usual, best = rows[0]["length"], max(row["top1"] for row in rows)
-        arms = list(dict.fromkeys(row["arm"] for row in sorted(rows, key=lambda row: -row["top1"])))
-        low = ", ".join(f"{row['arm']} {row['top1']:.1f}" for row in rows if row["top1"] < best - SHOWN)
+        labels = {"macs": "share of the dense model's MACs", "seconds": "training time (s)"}
+        for mode in modes_of(rows):
+            key, forwards = f"throughput_{mode.replace('+', '_')}", [row["forwards"].get(mode) for row in rows]
+            for row, found in zip(rows, forwards, strict=True):
+                row[key] = found and found["batch"] / found["ms"]
+            how = next(found for found in forwards if found)
+            labels[key] = f"thousand images / s ({how['precision']}, batch {how['batch']}, {mode})"
         for key, label in labels.items():
-            figure, ax = plt.subplots(figsize=(6.8, 4.6), constrained_layout=True)
-            lines = defaultdict(list)  # of networks of several sizes, or of trainings of several lengths
-            for row in rows:
-                equal_time = isinstance(row["length"], str)
-                if row[key] is None or row["top1"] < best - SHOWN or (equal_time and key != "seconds"):
-                    continue
-                lines[row["arm"], row["target"] if key == "seconds" else row["length"]].append(row)
-            named = set()
-            for (arm, other), own in sorted(lines.items(), key=lambda line: arms.index(line[0][0])):
-                own.sort(key=lambda row: row[key])
-                number = arms.index(arm)
-                ax.errorbar(
-                    [row[key] for row in own],
-                    [row["top1"] for row in own],
-                    [[abs(row["top1"] - row["range"][end]) for row in own] for end in (0, 1)],
-                    marker="os^vD<>pP*Xh"[number % 12],
-                    color="black"
-                    if arm == "hiap"
-                    else plt.get_cmap("tab20")((2 * number + number // 10) % 20),  # strong colours first
-                    linewidth=2.0 if arm == "hiap" else 1.0,
-                    capsize=2,
-                    label=None if arm in named else arm,
-                )
-                named.add(arm)
-                note = other.split(" by ")[0] if key == "seconds" else f"{other} epochs"
-                if other not in (usual, rows[0]["target"]):
-                    ax.annotate(note, (own[-1][key], own[-1]["top1"]), (5, 3), textcoords="offset points", fontsize=7)
-            how = [row for row in rows if row["ms"]] if key == "throughput" else []
-            if how:
-                label += f" ({how[0]['precision']}, batch {how[0]['batch']}, {how[0]['mode']})"
-            ax.set(xlabel=label, ylabel="top-1 (%)", title=start + (f"\n(not shown: {low})" if low else ""))
-            ax.grid(alpha=0.3)
-            ax.legend(fontsize=7, ncol=2)
-            figure.savefig(folder / f"{start}_{key}.png", dpi=150)
-            plt.close(figure)
-            print(folder / f"{start}_{key}.png")
+            if any(row[key] is not None for row in rows):
+                _draw(rows, key, label, start, folder / f"{start}_{key}.png")
+
+
+def _draw(rows: list[dict[str, Any]], key: str, label: str, title: str, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    usual, best = rows[0], max(row["top1"] for row in rows)
+    arms = list(dict.fromkeys(row["arm"] for row in sorted(rows, key=lambda row: -row["top1"])))
+    shown = [row for row in rows if row[key] is not None and (key == "seconds" or not isinstance(row["length"], str))]
+    low = ", ".join(f"{row['arm']} {row['top1']:.1f}" for row in shown if row["top1"] < best - SHOWN)
+    figure, ax = plt.subplots(figsize=(6.8, 4.6), constrained_layout=True)
+    lines = defaultdict(list)  # of networks of several sizes, or of trainings of several lengths
+    for row in shown:
+        if row["top1"] >= best - SHOWN:
+            lines[row["arm"], row["target"] if key == "seconds" else row["length"]].append(row)
+    named = set()
+    for (arm, other), own in sorted(lines.items(), key=lambda line: arms.index(line[0][0])):
+        own.sort(key=lambda row: row[key])
+        number = arms.index(arm)
+        ax.errorbar(
+            [row[key] for row in own],
+            [row["top1"] for row in own],
+            [[abs(row["top1"] - row["range"][end]) for row in own] for end in (0, 1)],
+            marker="os^vD<>pP*Xh"[number % 12],
+            color="black"
+            if arm == "hiap"
+            else plt.get_cmap("tab20")((2 * number + number // 10) % 20),  # strong colours first
+            linewidth=2.0 if arm == "hiap" else 1.0,
+            capsize=2,
+            label=None if arm in named else arm,
+        )
+        named.add(arm)
+        note = other.split(" by ")[0] if key == "seconds" else f"{other} epochs"
+        if other not in (usual["length"], usual["target"]):
+            ax.annotate(note, (own[-1][key], own[-1]["top1"]), (5, 3), textcoords="offset points", fontsize=7)
+    ax.set(xlabel=label, ylabel="top-1 (%)", title=title + (f"\n(not shown: {low})" if low else ""))
+    left, right = ax.get_xlim()
+    if key == "macs" and right - left < 0.1:  # networks of one size stand above each other
+        ax.set_xlim((left + right) / 2 - 0.05, (left + right) / 2 + 0.05)
+    elif key == "seconds":
+        ax.set_xlim(left=0)
+    ax.grid(alpha=0.3)
+    if named:
+        ax.legend(fontsize=7, ncol=2)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    print(path)

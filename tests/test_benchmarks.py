@@ -124,7 +124,8 @@ def test_tables_of_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     records.append(records[0] | {"final": "clock", "epochs": 6, "epoch_s": {"search": 5.0, "recover": 2.0}})
     records.append(records[2] | {"like": "hiap 15", "epochs": 17, "top1": 71.5})
     speed = {"final": "speed", "ms": 0.5, "dense_ms": 0.8, "batch": 256, "precision": "bf16", "mode": "compile"}
-    records += [records[2] | speed | {"mode": "graph"}, records[0] | speed | {"ms": 9.0}, records[0] | speed]
+    records += [records[0] | speed | {"ms": 9.0}, records[0] | speed]
+    records.append(records[2] | speed | {"mode": "graph", "dense_ms": None})
     records.append(records[0] | {"arm": "hiap_time", "target": "1.8ms by t.json 1234", "top1": 20})
     file = tmp_path / "records.jsonl"
 
@@ -137,17 +138,18 @@ def test_tables_of_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
     text, same_time = tables(records).split("vit, 50% of the MACs, the training time of hiap 15 epochs")
     seconds = 15 * (0.4 * 5 + 0.6 * 2)
-    assert f"| hiap | 72.50 | 1.00 | 2 | 49.90% | {seconds:.0f} s | 0.500 ms | 1.60x | 0.0005 | 99.00 |" in text
+    assert f"| hiap | 72.50 | 1.00 | 2 | 49.90% | {seconds:.0f} s | 0.500 ms (1.60x) |  | 0.0005 | 99.00 |" in text
     assert "| hiap (ema=0.9) | 60.00 | 0.00 | 1 | 49.90% |  |  |  | 0.0005 |  |" in text  # not timed alone
+    assert "| taylor | 71.00 | 0.00 | 1 | 49.90% |  |  | 0.500 ms | 0.0005 |  |" in text  # another mode
     assert text.index("| hiap") < text.index("| taylor | 71.00 | 0.00 | 1 |") < text.index("| hiap (ema")
-    assert "| taylor | 50.00 | 0.00 | 1 | 49.90% |  |  |  | 0.001 | 45.00 |" in text  # a rate has a row of its own
+    assert "| taylor | 50.00 | 0.00 | 1 | 49.90% |  |  | 0.500 ms | 0.001 | 45.00 |" in text  # a rate has a row of its own
     assert "\nvit, 1.8ms by t.json 1234, 15 epochs (gpu)" in same_time
     assert "| hiap | 72.50 |" in same_time and "| taylor | 71.50 |" in same_time
     assert "(ema=0.9)" not in same_time  # it took another time
-    for name in ("macs", "throughput", "seconds"):
+    for name in ("macs", "seconds", "throughput_compile", "throughput_graph"):
         assert Image.open(tmp_path / f"plots/vit_{name}.png").size[0] > 500
     text = tables([record for record in records if record["final"] != "clock"])
-    assert "| taylor | 50.00 | 0.00 | 1 | 49.90% | 60 s |  |  | 0.001 | 45.00 |" in text  # by the runs' own times
+    assert "| taylor | 50.00 | 0.00 | 1 | 49.90% | 60 s |  | 0.500 ms | 0.001 | 45.00 |" in text  # by the runs' own times
 
 
 def test_plots_take_the_rate_that_held_out_images_choose() -> None:

@@ -142,14 +142,14 @@ def test_tables_of_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert "| hiap (ema=0.9) | 60.00 | 0.00 | 1 | 49.90% |  |  |  | 0.0005 |  |" in text  # not timed alone
     assert "| taylor | 71.00 | 0.00 | 1 | 49.90% |  |  | 0.500 ms | 0.0005 |  |" in text  # another mode
     assert text.index("| hiap") < text.index("| taylor | 71.00 | 0.00 | 1 |") < text.index("| hiap (ema")
-    assert "| taylor | 50.00 | 0.00 | 1 | 49.90% |  |  | 0.500 ms | 0.001 | 45.00 |" in text  # a rate has a row of its own
+    assert "| taylor | 50.00 | 0.00 | 1 | 49.90% |  |  | 0.500 ms | 0.001 | 45.00 |" in text  # each rate a row
     assert "\nvit, 1.8ms by t.json 1234, 15 epochs (gpu)" in same_time
     assert "| hiap | 72.50 |" in same_time and "| taylor | 71.50 |" in same_time
     assert "(ema=0.9)" not in same_time  # it took another time
     for name in ("macs", "seconds", "throughput_compile", "throughput_graph"):
         assert Image.open(tmp_path / f"plots/vit_{name}.png").size[0] > 500
     text = tables([record for record in records if record["final"] != "clock"])
-    assert "| taylor | 50.00 | 0.00 | 1 | 49.90% | 60 s |  | 0.500 ms | 0.001 | 45.00 |" in text  # by the runs' own times
+    assert "| taylor | 50.00 | 0.00 | 1 | 49.90% | 60 s |  | 0.500 ms | 0.001 | 45.00 |" in text  # of the runs
 
 
 def test_plots_take_the_rate_that_held_out_images_choose() -> None:

@@ -79,9 +79,23 @@ def test_the_attention_kernel_is_named() -> None:
         assert attention_backend(model, images(model)) == "math"
 
 
-@pytest.mark.parametrize("mlp_ratio", [4.0, 2.5])
-def test_the_dense_model_is_built_again(mlp_ratio: float) -> None:
-    model = make("deit_distilled", mlp_ratio=mlp_ratio)
+def test_precision_beside_the_newer_way_to_set_it() -> None:
+    matmul = torch.backends.cuda.matmul
+    if not hasattr(matmul, "fp32_precision"):
+        pytest.skip("this torch has one way only")
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        with precision("fp32"):
+            assert matmul.fp32_precision == "ieee"
+        assert matmul.fp32_precision == "tf32"
+    finally:
+        matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("widths", [{}, {"mlp_ratio": 2.5}, {"embed_dim": 352, "num_heads": 11, "mlp_ratio": 2.228}])
+def test_the_dense_model_is_built_again(widths: dict) -> None:
+    model = make("deit_distilled", **widths)
     compact = hiap.extract(model, hiap.Topology.from_counts(model, heads=[1, None, 2], neurons=[8, 0, 24]))
     again = dense_like(compact)
     assert hiap.macs(again) == hiap.macs(model)

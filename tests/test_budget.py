@@ -193,6 +193,33 @@ def test_the_importance_is_the_squared_gate_gradient() -> None:
     assert not controller.gradient.any()
 
 
+def test_gradients_that_are_not_finite_change_nothing() -> None:
+    model = hiap.attach(make(**SMALL), ALL)
+    controller = observed(Controller(model, hiap.MacCost(model), 0.5 * hiap.macs(make(**SMALL))))
+    before, decided = controller.importance.clone(), controller.decide()
+    controller.gradient[3] = torch.inf
+    controller.observe()
+    assert torch.equal(controller.importance, before) and not controller.gradient.any()
+    assert controller.decide() == decided
+    controller.importance[0] = torch.nan
+    with pytest.raises(ValueError, match="has diverged"):
+        controller.decide()
+
+
+def test_the_papers_accounting_as_the_cost() -> None:
+    model = hiap.attach(make(**SMALL))
+    cost = hiap.MacCost(model, "paper")
+    controller = observed(Controller(model, cost, 0.4 * (cost.fixed + cost.dense)))
+    assert controller.dense_cost == cost.fixed + cost.dense
+    dense = hiap.macs(make(**SMALL))
+    assert tight(hiap.macs(hiap.extract(model, controller.decide())), 0.4 * dense)
+
+
+def test_a_controller_needs_gates() -> None:
+    with pytest.raises(ValueError, match="no gates; attach them"):
+        Controller(make(), hiap.MacCost(make()), 1e5)
+
+
 @settings(max_examples=200, deadline=None)
 @given(total=st.integers(100, 1_000_000), share=st.floats(0.05, 1.0), at=st.floats(0, 1), power=st.floats(1, 3))
 def test_schedules_at_any_length(total: int, share: float, at: float, power: float) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -53,7 +54,7 @@ def test_what_was_changed_since_extraction_is_saved(tmp_path: Path) -> None:
     compact.reset_classifier(5)
     compact.set_input_size((40, 48))
     compact.double()  # older timm makes the new classifier in float32
-    hiap.save(compact, tmp_path / "model", class_names=list("abcde"))
+    hiap.save(compact, tmp_path / "model", class_names=np.array(list("abcde")))
     loaded = hiap.load(tmp_path / "model")
     assert torch.equal(loaded(images(compact)), compact(images(compact)))
     assert loaded.class_names == list("abcde")
@@ -218,6 +219,14 @@ class TestRefusesToSave:
     def test_wrong_class_names(self, tmp_path: Path) -> None:
         with pytest.raises(hiap.CheckpointError, match="2 class names for 7 classes"):
             hiap.save(compact_of(), tmp_path / "model", class_names=["cat", "dog"])
+
+    def test_weights_that_are_not_finite(self, tmp_path: Path) -> None:
+        compact = compact_of()
+        with torch.no_grad():
+            compact.head.weight[0, 0] = torch.nan
+        with pytest.raises(hiap.CheckpointError, match="weights are not finite"):
+            hiap.save(compact, tmp_path / "model")
+        assert not (tmp_path / "model").exists()
 
 
 KILLED_SAVE = """

@@ -4,6 +4,7 @@ import pytest
 import timm
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import hiap
 from conftest import make
@@ -83,6 +84,14 @@ def test_refused(name: str) -> None:
 def test_norms_between_units_and_their_readers_are_refused(option: str, message: str) -> None:
     with pytest.raises(hiap.UnsupportedModelError, match=message):
         hiap.attach(make(**{option: True}))
+
+
+def test_masked_weights_are_refused_and_nothing_is_changed() -> None:
+    model = make()
+    prune.l1_unstructured(model.blocks[1].mlp.fc2, "weight", 0.3)
+    for _ in range(2):
+        with pytest.raises(hiap.UnsupportedModelError, match=r"blocks\.1\.mlp\.fc2 is a Linear: .* weight of its own"):
+            hiap.attach(model)
 
 
 def test_gated_attention_is_refused() -> None:

@@ -267,6 +267,22 @@ def test_measuring(tmp_path: Path) -> None:
             measure(model, CPU, "fp32", 2, mode=mode)
     with pytest.raises(LatencyError, match="reports no energy"):
         measure(model, CPU, "fp32", 2, unit="mJ")
+    with pytest.raises(LatencyError, match="the model has gates"):
+        measure(hiap.attach(model), CPU, "fp32", 2)
+
+
+def test_measuring_what_is_not_alike_in_all_blocks() -> None:
+    dense = make(**MODEL).float()
+    counts = {"heads": [None, 4, 1, 2], "neurons": [64, None, 24, 8]}
+    compact = hiap.extract(dense, hiap.Topology.from_counts(dense, **counts))
+    table = measure(compact, CPU, "fp32", 1)
+    assert (table.heads[-1], table.neurons[-1]) == (4, 64)
+    assert LatencyCost(compact, table).dense > 0
+    tied = make(**MODEL, qk_norm=True).float()
+    assert measure(tied, CPU, "fp32", 1, grid={"neurons": [128]}).qk_dim == [8]
+    hollow = hiap.extract(dense, hiap.Topology.from_counts(dense, neurons=[None] * 4))
+    with pytest.raises(LatencyError, match="no attention or no FFN"):
+        measure(hollow, CPU, "fp32", 1)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

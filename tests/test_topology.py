@@ -1,5 +1,6 @@
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -46,6 +47,16 @@ def test_set_topology_is_the_inverse_of_harden() -> None:
     with pytest.raises(hiap.TopologyError, match="closes units that have no"):
         hiap.set_topology(few, topology)
     assert all(torch.equal(a, gate.logit) for a, gate in zip(before, hiap.gates(few), strict=True))
+
+
+def test_heads_without_gates_are_closed_by_their_value_dims() -> None:
+    model = hiap.attach(make(), ("value_dim",))
+    with torch.no_grad():
+        next(iter(hiap.gates(model))).logit[:8] = -5.0  # all of the first head
+    topology = hiap.harden(model)
+    assert topology.blocks[0].heads == (1, 2)
+    hiap.set_topology(model, topology)
+    assert hiap.harden(model) == topology
 
 
 def test_from_counts_keeps_the_first_units_unless_indices_are_given() -> None:
@@ -146,6 +157,14 @@ def test_integers_of_other_libraries_are_read() -> None:
     counts = torch.tensor([1, 2, 3])
     same = hiap.Topology.from_counts(make(), heads=list(counts), neurons=list(counts.numpy()))
     assert same == hiap.Topology.from_counts(make(), heads=[1, 2, 3], neurons=[1, 2, 3])
+
+
+def test_indices_of_other_libraries_are_read() -> None:
+    listed = hiap.Topology.from_counts(make(), heads=[[2], [0, 2], 3], value_dims=[8, [[1, 5], [3]], 8])
+    heads, dims = [torch.tensor([2]), np.array([2, 0]), torch.tensor(3)], [torch.tensor([3]), np.array([5, 1])]
+    assert hiap.Topology.from_counts(make(), heads=heads, value_dims=[8, dims, 8]) == listed
+    with pytest.raises(hiap.TopologyError, match=r"block 0: heads: found 2\.5"):
+        hiap.Topology.from_counts(make(), heads=[torch.tensor(2.5), 3, 3])
 
 
 def test_set_topology_needs_a_positive_logit() -> None:

@@ -206,7 +206,8 @@ def dense_like(model: ViT) -> ViT:
     plain = Widths(dense[0].heads, dense[0].qk_dim, dense[0].qk_dim, dense[0].neurons)
     whole = plain.heads and plain.neurons and all(one == plain for one in dense)
     if whole:
-        recipe["arguments"] |= {"num_heads": plain.heads, "mlp_ratio": (plain.neurons or 0) / model.embed_dim}
+        ratio = family.mlp_ratio(plain.neurons or 0, model.embed_dim)
+        recipe["arguments"] |= {"num_heads": plain.heads, "mlp_ratio": ratio}
     result = family.build(recipe)
     return materialise(result if whole else shrink(result, dense), torch.device("cpu")).eval()
 

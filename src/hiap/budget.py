@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hiap.allocate import Allocation, Floors, Values
-from hiap.attach import gates, gates_by_block
+from hiap.attach import gates, gates_by_block, is_gated
 from hiap.compact import Widths
 from hiap.cost import Cost
 from hiap.families import timm as family
@@ -103,6 +103,8 @@ class Controller:
         mode: str = "importance",
         window: int = 100,
     ) -> None:
+        if not is_gated(model):
+            raise ValueError("the model has no gates; attach them with hiap.attach first")
         if mode not in ("importance", "gradient"):
             raise ValueError(f"mode must be 'importance' or 'gradient'; found {mode!r}")
         if min(ratio) < 0 or max(ratio) == 0:
@@ -138,7 +140,7 @@ class Controller:
             )
 
     def observe(self, reduce: Callable[[Tensor], Tensor] = lambda x: x, scale: float = 1.0) -> None:
-        """Take in the gate gradients of one optimiser step.
+        """Take in the gate gradients of one optimiser step. Those that are not finite (float16) change nothing.
 
         Args:
             reduce: mean over processes.
@@ -148,7 +150,9 @@ class Controller:
             return
         gradient = reduce(self.gradient / scale)
         self.observations += 1
-        self.importance.lerp_(gradient.square(), 1 / min(self.observations, self.window))
+        found = gradient.square()
+        found = torch.where(found.isfinite().all(), found, self.importance)  # no look at the device
+        self.importance.lerp_(found, 1 / min(self.observations, self.window))
         self.gradient.zero_()
 
     def restore(self, importance: Tensor, observations: int) -> None:
@@ -211,7 +215,10 @@ class Controller:
     def values(self) -> list[Values]:
         """What is lost with each movable unit, in CPU float64."""
         known = self.importance if self.mode == "importance" else torch.cat([gate.logit for gate in self.all_gates])
-        parts = dict(zip(map(id, self.all_gates), self._split(known.detach().cpu().double()), strict=True))
+        known = known.detach().cpu().double()
+        if not known.isfinite().all():
+            raise ValueError("the values of some gates are not finite: the run that trained them has diverged")
+        parts = dict(zip(map(id, self.all_gates), self._split(known), strict=True))
         values = [
             {kind: parts[id(gate)].view(gate.shape) for kind, gate in kinds.items() if self.weight[kind]}
             for kinds in self.kinds

@@ -114,7 +114,7 @@ def _describe(model: ViT, class_names: Sequence[str] | None) -> dict[str, Any]:
     cfg = {k: v for k, v in (cfg or {}).items() if k not in ("file", "source", "state_dict")}
     if class_names is not None and len(class_names) != model.num_classes:
         raise CheckpointError(f"{len(class_names)} class names for {model.num_classes} classes")
-    names = class_names or getattr(model, "class_names", None) or cfg.get("label_names")
+    names = class_names if class_names is not None else getattr(model, "class_names", None) or cfg.get("label_names")
     if names is not None and len(names) != model.num_classes:
         names = None  # those of an earlier classifier
     return {
@@ -130,7 +130,7 @@ def _describe(model: ViT, class_names: Sequence[str] | None) -> dict[str, Any]:
         "round_to": provenance.round_to,
         "logit_difference": provenance.logit_difference,
         "tolerance": provenance.tolerance,
-        "class_names": list(names) if names is not None else None,
+        "class_names": [str(name) for name in names] if names is not None else None,
         "pretrained_cfg": cfg,
         "skeleton": family.describe(model),
         "blocks": [asdict(site.widths) for site in family.sites(model)],
@@ -158,6 +158,8 @@ def _check_rebuild(model: ViT, config: dict[str, Any], state: dict[str, torch.Te
                 "the model was changed in a way the recipe cannot express: "
                 f"it has {has.strip()!r}, the recipe gives {gives.strip()!r}"
             )
+    if not all(bool(tensor.isfinite().all()) for tensor in state.values()):
+        raise CheckpointError("some weights are not finite: the run that trained them has diverged")
     outputs = zip(probe(model, like.dtype), probe(rebuilt.to(like.device), like.dtype), strict=True)
     if not all(torch.equal(a, b) for a, b in outputs):
         raise CheckpointError("the model rebuilt from its recipe has other outputs: some layer was changed")

@@ -228,7 +228,8 @@ class MacCost(LinearCost):
             raise ValueError(f"accounting must be 'exact' or 'paper'; found {accounting!r}")
         self.accounting = accounting
         self.tokens = family.tokens(model, img_size)
-        super().__init__(model, family.fixed_macs(model, img_size) * (2 if accounting == "paper" else 1))
+        self.per_mac = 2 if accounting == "paper" else 1
+        super().__init__(model, family.fixed_macs(model, img_size) * self.per_mac)
 
     def unit_costs(self, site: Site, qk_gated: bool) -> tuple[float, float, float, float]:
         n, d, w = self.tokens, site.dim, site.widths
@@ -241,7 +242,7 @@ class MacCost(LinearCost):
         return (0, dim, dim, 2 * n * d) if qk_gated else (w.qk_dim * dim, dim, 0, 2 * n * d)
 
     def block(self, site: Site, widths: Widths) -> int:
-        return _block_macs(self.tokens, site.dim, widths)
+        return self.per_mac * _block_macs(self.tokens, site.dim, widths)
 
 
 class ParamCost(LinearCost):

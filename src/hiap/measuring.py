@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from hiap.attach import is_gated
 from hiap.compact import Widths, shrink_block
 from hiap.families import timm as family
 from hiap.families.timm import ViT
@@ -40,7 +41,7 @@ def measure(
     grid: dict[str, list[int]] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> LatencyTable:
-    """Time the parts of a dense model over a grid of widths. The model is not changed.
+    """Time the parts of a model without gates, dense or compact, over a grid of widths. The model is not changed.
 
     Compiling every point would take too long. What a compiler fuses does not depend on the widths (residual and norm),
     so for the mode "compile" parts are timed uncompiled, and what compiling gains at the whole width is taken off all.
@@ -61,14 +62,23 @@ def measure(
         raise LatencyError(f"batch must be at least 1; found {batch}")
     clock = _clock(unit, device, mode)
     sites = family.sites(model)
-    largest = max(sites, key=lambda site: ((site.widths.heads or 0), (site.widths.neurons or 0)))
-    whole, dim, tokens = largest.widths, largest.dim, family.tokens(model)
+    if is_gated(model):
+        raise LatencyError("the model has gates: measure it without (hiap.detach, or a model made anew)")
+    most = {axis: max(getattr(site.widths, axis) or 0 for site in sites) for axis in AXES}
+    if not all(most.values()):
+        raise LatencyError("the model has no attention or no FFN left; measure the dense one")
+    whole, dim, tokens = Widths(**most), sites[0].dim, family.tokens(model)
+    template = copy.deepcopy(next(site.block for site in sites if site.widths.heads))
+    ffn_of = copy.deepcopy(next(site.block for site in sites if site.widths.neurons))
+    template.norm2, template.mlp, template.ls2 = ffn_of.norm2, ffn_of.mlp, ffn_of.ls2
     axes = _grid(whole, unit) | (grid or {})
+    if any(site.qk_norm for site in sites):  # which ties the q/k dims of a head together
+        axes["qk_dim"] = [whole.qk_dim]
     with precision(precision_name) as dtype:
         x = torch.randn(batch, tokens, dim, device=device, dtype=dtype)
 
         def chain(widths: Widths, length: int) -> nn.Module:
-            blocks = [shrink_block(copy.deepcopy(largest.block), dim, widths) for _ in range(length)]
+            blocks = [shrink_block(copy.deepcopy(template), dim, widths) for _ in range(length)]
             return materialise(nn.Sequential(*blocks), device).to(dtype).eval()
 
         def branch(widths: Widths) -> float:

@@ -47,7 +47,7 @@ class Stem(nn.Module):
         self, weight: Tensor, table: Tensor, size: tuple[int, int], patch: tuple[int, int], prefix: int
     ) -> None:
         super().__init__()
-        self.weight, self.table = nn.Parameter(weight), nn.Parameter(table)
+        self.weight, self.table = (nn.Parameter(tensor, weight.requires_grad) for tensor in (weight, table))
         self.size, self.patch, self.prefix = size, patch, prefix
 
     def forward(self, x: Tensor) -> Tensor:

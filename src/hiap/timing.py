@@ -6,7 +6,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -38,14 +38,24 @@ def materialise(model: Module, device: torch.device) -> Module:
 @contextmanager
 def precision(name: str) -> Iterator[torch.dtype]:
     """The dtype of a precision, with TensorFloat-32 on for `tf32` and off for all else."""
-    matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = name == "tf32"
+    tf32, matmul, cudnn = name == "tf32", cast(Any, torch.backends.cuda.matmul), cast(Any, torch.backends.cudnn)
+    try:
+        older = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+    except RuntimeError:  # who has set it the way that came with torch 2.9 is refused the older one
+        newer = matmul.fp32_precision, cudnn.conv.fp32_precision
+        matmul.fp32_precision = cudnn.conv.fp32_precision = "tf32" if tf32 else "ieee"
+        try:
+            yield PRECISIONS[name]
+        finally:
+            matmul.fp32_precision, cudnn.conv.fp32_precision = newer
+        return
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    cudnn.allow_tf32 = tf32
     try:
         yield PRECISIONS[name]
     finally:
-        torch.set_float32_matmul_precision(matmul)
-        torch.backends.cudnn.allow_tf32 = cudnn
+        torch.set_float32_matmul_precision(older[0])
+        cudnn.allow_tf32 = older[1]
 
 
 def graphed(run: Run, device: torch.device) -> Run:

@@ -182,12 +182,13 @@ def _parse_block(index: int, entry: dict[str, Any], dense: Widths) -> BlockTopol
     unknown = sorted(set(entry) - {"heads", "neurons", "value_dims", "qk_dims"})
     if unknown:
         raise TopologyError(f"block {index}: unknown entry {unknown[0]!r}")
+    entry = {name: _plain(units) for name, units in entry.items()}
     heads = _unpack(entry.get("heads", dense.heads), dense.heads, f"block {index}: heads")
     neurons = _unpack(entry.get("neurons", dense.neurons), dense.neurons, f"block {index}: neurons")
     dims = {}
     for name, size in (("value_dims", dense.value_dim), ("qk_dims", dense.qk_dim)):
         given = entry.get(name, size)
-        listed = list(given) if isinstance(given, Sequence) else [given] * len(heads or ())
+        listed = [_plain(one) for one in given] if isinstance(given, Sequence) else [given] * len(heads or ())
         if len(listed) != len(heads or ()):
             raise TopologyError(f"block {index}: {name} has {len(listed)} entries for {len(heads or ())} kept heads")
         if None in listed:
@@ -204,6 +205,11 @@ def _parse_block(index: int, entry: dict[str, Any], dense: Widths) -> BlockTopol
         tuple(dims["qk_dims"][i] for i in alive),
         neurons,
     )
+
+
+def _plain(units: Any) -> Any:
+    """A tensor or array as the list or number it holds."""
+    return units.tolist() if hasattr(units, "tolist") else units
 
 
 def _unpack(units: Any, size: int | None, where: str) -> tuple[int, ...] | None:
@@ -291,7 +297,11 @@ def set_topology(model: nn.Module, topology: Topology, logit: float = START_LOGI
     for i, (block, widths, kinds) in enumerate(
         zip(topology.blocks, topology.dense, gates_by_block(model), strict=True)
     ):
-        for kind, mask in _masks(block, widths).items():
+        masks = _masks(block, widths)
+        if "value_dim" in kinds and "head" not in kinds:  # a head is closed by its value dims then
+            masks["value_dim"] &= masks["head"]
+            masks["head"] = torch.ones_like(masks["head"])
+        for kind, mask in masks.items():
             if kind in kinds:
                 plan.append((kinds[kind], mask))
             elif not mask.all():

@@ -22,7 +22,19 @@ from hiap.compact import Widths
 from hiap.errors import CheckpointError, UnsupportedModelError
 from hiap.gates import GatedLinear
 
-__all__ = ["FAMILY", "Site", "ViT", "build", "describe", "fixed_macs", "image_size", "sites", "stem", "tokens"]
+__all__ = [
+    "FAMILY",
+    "Site",
+    "ViT",
+    "build",
+    "describe",
+    "fixed_macs",
+    "image_size",
+    "mlp_ratio",
+    "sites",
+    "stem",
+    "tokens",
+]
 
 FAMILY = "timm"
 
@@ -116,7 +128,8 @@ def _widths(name: str, block: ViT) -> Widths:
     ):
         linear = getattr(parent, member)
         if not _is_linear(linear):
-            _refuse(f"{name}.{owner}.{member}", linear, "it is not a plain nn.Linear", "the layer in its plain form")
+            reason = "it is not a plain nn.Linear with a weight of its own"
+            _refuse(f"{name}.{owner}.{member}", linear, reason, "the layer in its plain form")
     return Widths(attn.num_heads, attn.head_dim, attn.head_dim, mlp.fc1.out_features)
 
 
@@ -129,7 +142,8 @@ def _compact_widths(block: compact.Block) -> Widths:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return type(module) in (nn.Linear, GatedLinear)
+    """Whether a layer is a Linear whose weight is its parameter, not made of others (a mask, a norm of weights)."""
+    return type(module) in (nn.Linear, GatedLinear) and module._parameters.get("weight") is not None
 
 
 def _refuse(name: str, module: nn.Module, reason: str, needed: str) -> NoReturn:
@@ -230,6 +244,11 @@ def _pool_macs(pool: ViT, n: int) -> int:
     )
 
 
+def mlp_ratio(neurons: int, dim: int) -> float:
+    """What timm, which cuts the product off, makes so many neurons of."""
+    return (neurons + 0.5) / dim
+
+
 def describe(model: ViT) -> dict[str, Any]:
     """The recipe of a compact model's skeleton: a class and constructor arguments, as JSON values.
 
@@ -258,7 +277,7 @@ def describe(model: ViT) -> dict[str, Any]:
         "depth": len(model.blocks),
         # Of the dense block only head_dim matters, as the origin of the softmax scale.
         "num_heads": pool.num_heads if pool is not None else model.embed_dim // attn.head_dim if attn else 1,
-        "mlp_ratio": pool.mlp.fc1.out_features / model.embed_dim if latent and pool.mlp else 4.0,
+        "mlp_ratio": mlp_ratio(pool.mlp.fc1.out_features, model.embed_dim) if latent and pool.mlp else 4.0,
         "qkv_bias": attn is not None and attn.qkv.bias is not None,
         "qk_norm": attn is not None and not isinstance(attn.q_norm, nn.Identity),
         "proj_bias": any(name.endswith(("proj.bias", "fc2.bias", "attn.bias", "mlp.bias")) for name in inside),

@@ -46,7 +46,7 @@ from report import CLOCK, KEY, SPEED, read, table, timed
 
 import hiap
 from hiap.bench import runner
-from hiap.budget import Target
+from hiap.budget import BudgetError, Target
 from hiap.compact import Widths
 from hiap.config import Config, read_config
 from hiap.data import ByteData
@@ -195,15 +195,21 @@ def run(options: argparse.Namespace) -> None:
     """Run what is not in the records yet: rates on held-out images, then every seed with the best."""
     deadline = time.perf_counter() + 3600 * options.hours
     rates, seeds = [float(rate) for rate in options.rates.split(",")], [int(s) for s in options.seeds.split(",")]
+    refused = []
     for arm in options.arms.split(","):
         if arm == options.like:  # its runs at equal epochs are those
             continue
-        if len(rates) > 1 or options.held_out:
-            for lr in rates:
-                take_record(options, arm, lr, 0, False, options.trial_epochs or options.epochs, deadline)
-        for seed in [] if options.held_out else seeds:
-            epochs = epochs_of(options, arm) if options.like else options.epochs
-            take_record(options, arm, best_rate(options, arm, rates), seed, True, epochs, deadline)
+        try:
+            if len(rates) > 1 or options.held_out:
+                for lr in rates:
+                    take_record(options, arm, lr, 0, False, options.trial_epochs or options.epochs, deadline)
+            for seed in [] if options.held_out else seeds:
+                epochs = epochs_of(options, arm) if options.like else options.epochs
+                take_record(options, arm, best_rate(options, arm, rates), seed, True, epochs, deadline)
+        except BudgetError as error:  # its kinds of units do not go as far; the other arms go on
+            refused.append(f"{arm}: {error}")
+    if refused:
+        raise SystemExit("\n".join(["these arms were not run:", *refused]))
 
 
 def clock(options: argparse.Namespace) -> None:

@@ -55,7 +55,7 @@ def save(compact: ViT, folder: Folder, class_names: Sequence[str] | None = None)
             Nothing has been written.
     """
     target = Path(folder).resolve()
-    _check_target(target)
+    check_target(target)
     if is_gated(compact) or not isinstance(getattr(compact, "hiap", None), Provenance):
         raise CheckpointError("only a compact model can be saved; make one with hiap.extract")
     config = _describe(compact, class_names)
@@ -165,7 +165,8 @@ def _check_rebuild(model: ViT, config: dict[str, Any], state: dict[str, torch.Te
         raise CheckpointError("the model rebuilt from its recipe has other outputs: some layer was changed")
 
 
-def _check_target(target: Path) -> None:
+def check_target(target: Path) -> None:
+    """Refuse a folder that a model cannot be saved as."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is a file; name a folder")
     if target == Path.cwd() or target in Path.cwd().parents:

@@ -209,7 +209,10 @@ class Config:
             ("trackers", f"some of {', '.join(TRACKERS)}", set(self.trackers) <= set(TRACKERS)),
             *(
                 (name, "at least 0", getattr(self, name) >= 0)
-                for name in ("dense_epochs", "workers", "seed", "min_heads", "min_lr", "warmup_epochs", "weight_decay")
+                for name in (
+                    *("dense_epochs", "workers", "seed", "min_heads", "min_lr", "warmup_epochs", "weight_decay"),
+                    *("mixup", "cutmix"),
+                )
             ),
             (
                 "distill_features",
@@ -218,7 +221,12 @@ class Config:
             ),
             ("checkpoint_every", "at least 1", self.checkpoint_every is None or self.checkpoint_every >= 1),
             ("clip_grad", "positive", self.clip_grad is None or self.clip_grad > 0),
-            ("opt", "one of timm's optimisers", self.opt.removeprefix("lookahead_") in list_optimizers()),
+            (
+                "opt",
+                "one of timm's optimisers, of first order",
+                (name := self.opt.removeprefix("lookahead_")) in list_optimizers()
+                and not name.startswith(("kron", "adahessian")),
+            ),
             ("policy", "one of timm's, such as rand-m9-mstd0.5-inc1", _policy(self.policy)),
             *(
                 (name, "a file that exists", _file(getattr(self, name)))

@@ -21,15 +21,17 @@ import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file
 from timm.data import create_dataset
+from timm.data.readers.img_extensions import add_img_extensions, del_img_extensions, is_img_extension
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from hiap.images import Augmentation, Batch, Loading, collate, deliver, mix_seed, transform
+from hiap.images import Augmentation, Batch, Loading, collate, converted, deliver, mix_seed, outlive_signals, transform
 from hiap.streams import StreamData, open_stream
 
 __all__ = ["Augmentation", "ByteData", "Data", "FolderData", "digits", "mix_seed", "open_data"]
 
 SPLITS = ("train", "validation")
+EXTENSIONS = (".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")  # of images, besides timm's own
 KINDS = {"torch": "torchvision", "hfds": "datasets", "hfids": "datasets", "wds": "webdataset"}  # and what reads them
 
 
@@ -192,6 +194,7 @@ class FolderData:
             num_workers=self.loading.workers,
             collate_fn=collate,
             pin_memory=self.loading.device.type == "cuda",
+            worker_init_fn=outlive_signals,
         )
 
 
@@ -230,10 +233,10 @@ def _read(dataset: Any, index: int, mode: str) -> tuple[Image.Image, int]:
     """An image and its label. timm's data set puts a neighbour for what it cannot read; its reader does not."""
     if not hasattr(dataset, "reader"):
         image, label = dataset[index]
-        return image.convert(mode), int(label)
+        return converted(image, mode), int(label)
     source, label = dataset.reader[index]
     with source, Image.open(source) as image:
-        return image.convert(mode), int(label)
+        return converted(image, mode), int(label)
 
 
 class _Bytes(Dataset[Any]):
@@ -264,6 +267,8 @@ def _hold(dataset: Any, loading: Loading) -> Batch:
     kept = [sample for sample in read if sample is not None]
     if len(kept) < len(read):
         warnings.warn(f"{len(read) - len(kept)} images cannot be read and are skipped", stacklevel=2)
+    if not kept:
+        raise ValueError(f"none of {len(read)} images can be read; is this an image data set?")
     images, labels = zip(*kept, strict=True)
     return torch.stack(images), torch.tensor(labels)
 
@@ -292,19 +297,34 @@ def open_data(data: str, loading: Loading, hold: bool = False, classes: int | No
             raise ValueError(f"{data} does not say how many classes it has: pass --model-args '{{\"num_classes\": N}}'")
         return StreamData(first, second, classes, loading)
     try:
-        sets = [create_dataset(name, root=root, split=split, is_training=split == "train") for split in SPLITS]
+        sets = [_create(name, root, split) for split in SPLITS]
     except RuntimeError as error:
         raise ValueError(f"--data {data!r} cannot be read: {error}") from error
-    index, other = (getattr(getattr(one, "reader", None), "class_to_idx", {}) for one in sets)
+    index, other = (getattr(getattr(one, "reader", one), "class_to_idx", {}) for one in sets)
     if index != other:  # validation has labels of its own: it gets those of training
         if more := sorted(set(other) - set(index)):
             raise ValueError(f"{data} has classes for validation that are not trained: {more}")
-        sets[1] = create_dataset(name, root=root, split=SPLITS[1], class_map=index)
+        if not hasattr(sets[1], "reader"):
+            missing = sorted(set(index) - set(other))
+            raise ValueError(f"{data} has no validation images of {missing}, and its labels differ without: add some")
+        sets[1] = _create(name, root, SPLITS[1], class_map=index)
     class_names = sorted(index, key=index.__getitem__) if index else None
+    if class_names and len(class_names) < 2:
+        raise ValueError(f"{data} must hold a folder a class in train and val, images right in it; found {class_names}")
     if hold:
         train, val = (_hold(one, loading) for one in sets)
         return ByteData(train, val, *held, class_names)
     return FolderData(sets[0], sets[1], class_names, loading)
+
+
+def _create(name: str, root: str, split: str, **options: Any) -> Any:
+    """A data set of timm, which reads PNG and JPEG alone unless told otherwise."""
+    more = [extension for extension in EXTENSIONS if not is_img_extension(extension)]
+    add_img_extensions(more)
+    try:
+        return create_dataset(name, root=root, split=split, is_training=split == "train", **options)
+    finally:
+        del_img_extensions(more)
 
 
 def _locate(data: str) -> tuple[str, str]:

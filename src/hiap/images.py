@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,10 @@ from PIL import Image, ImageOps
 from timm.data import create_transform
 from torch import Tensor
 
-__all__ = ["MODES", "Augmentation", "Batch", "Loading", "collate", "deliver", "mix_seed", "transform"]
+__all__ = [
+    *("MODES", "Augmentation", "Batch", "Loading", "collate", "converted", "deliver", "mix_seed", "outlive_signals"),
+    "transform",
+]
 
 Batch = tuple[Tensor, Tensor]
 MODES = {1: "L", 3: "RGB"}  # of Pillow, by the channels of the model
@@ -85,6 +89,7 @@ class Loading:
             hflip=augmentation.flip,
             auto_augment=augmentation.policy,
             re_prob=augmentation.erase,
+            **({} if augmentation.policy else {"color_jitter": None}),  # timm has one of its own otherwise
         )
         for op in (op for step in vary.transforms for op in getattr(step, "ops", ())):
             if op.name.startswith("Posterize"):
@@ -100,6 +105,19 @@ def mix_seed(*parts: int) -> int:
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
     """timm's strongest posterizing keeps no bit, which is black; Pillow 13 refuses it."""
     return ImageOps.posterize(image, bits) if bits > 0 else image.point(lambda _: 0)
+
+
+def converted(image: Image.Image, mode: str) -> Image.Image:
+    """An image in a mode of Pillow, which would cut 16 bits off at 255 instead of scaling them."""
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        pixels = np.asarray(image).astype(np.float32) / 257
+        image = Image.fromarray(pixels.round().clip(0, 255).astype(np.uint8))
+    return image.convert(mode)
+
+
+def outlive_signals(worker: int) -> None:
+    """Let a loader worker go on when SIGTERM comes to the whole process group: the run ends it after saving."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def transform(change: Any, image: Image.Image, seed: int) -> Tensor:
@@ -122,24 +140,37 @@ def deliver(loaded: Iterable[tuple[Tensor, Tensor, int]], device: torch.device, 
 
     Args:
         filled: with what `collate` put in place of lost images.
+
+    Raises:
+        ValueError: no image of a batch can be read; or, where batches are not filled, none at all.
     """
-    skipped = 0
+    skipped, any_read = 0, False
     for images, labels, lost in loaded:
+        if filled and not len(labels):
+            raise ValueError("no image of a whole batch can be read; is this an image data set?")
         if lost and not skipped:
             warnings.warn("some images cannot be read and are skipped; --strict-data makes this an error", stacklevel=2)
         skipped += lost
         if lost and not filled:
             images, labels = images[:-lost], labels[:-lost]
+        if not len(labels):
+            continue
+        any_read = True
         yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+    if skipped and not any_read:
+        raise ValueError("no image can be read; is this an image data set?")
     if skipped:
         warnings.warn(f"{skipped} images were skipped in this pass", stacklevel=2)
 
 
 def collate(samples: list[tuple[Tensor, int] | None]) -> tuple[Tensor, Tensor, int]:
-    """Stack what was read; for each lost image another of the batch is put at the end, so that its size stays."""
+    """Stack what was read; for each lost image another of the batch is put at the end, so that its size stays.
+
+    Where none was read, the batch is empty.
+    """
     read = [sample for sample in samples if sample is not None]
     if not read:
-        raise ValueError("no image of a whole batch can be read; is this an image data set?")
+        return torch.empty(0), torch.empty(0, dtype=torch.long), len(samples)
     filled = read + [read[i % len(read)] for i in range(len(samples) - len(read))]
     images, labels = zip(*filled, strict=True)
     return torch.stack(images), torch.tensor(labels), len(samples) - len(read)

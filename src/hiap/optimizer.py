@@ -9,13 +9,35 @@ from torch import Tensor, nn
 
 from hiap.extract import source_name, take
 
-__all__ = ["carry_optimizer", "pack_optimizer", "unpack_optimizer"]
+__all__ = ["carry_optimizer", "group_counters", "pack_optimizer", "set_group_counters", "unpack_optimizer"]
+
+
+SET = ("params", "lr", "initial_lr", "weight_decay")  # of a group, by the run itself
+
+
+def _state(optimizer: torch.optim.Optimizer) -> Any:
+    """What it keeps of each parameter; timm's Lookahead keeps it in the optimiser that it wraps."""
+    return getattr(optimizer, "_base_optimizer", optimizer).state
+
+
+def group_counters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What some optimisers count for a group instead of for each parameter, beside their plain options."""
+    return [
+        {key: value for key, value in group.items() if key not in SET and isinstance(value, int | float)}
+        for group in optimizer.param_groups
+    ]
+
+
+def set_group_counters(optimizer: torch.optim.Optimizer, counters: list[dict[str, Any]]) -> None:
+    """Give an optimiser the counters of one like it, or of one whose last groups it lacks."""
+    for group, own in zip(optimizer.param_groups, counters, strict=False):
+        group.update(own)
 
 
 def pack_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The state of every parameter as `KEY.PARAMETER`: tensors, and what is no tensor."""
     names = {id(p): name for name, p in model.named_parameters()}
-    flat = {f"{key}.{names[id(p)]}": value for p, state in optimizer.state.items() for key, value in state.items()}
+    flat = {f"{key}.{names[id(p)]}": value for p, state in _state(optimizer).items() for key, value in state.items()}
     tensors = {name: value for name, value in flat.items() if isinstance(value, Tensor)}
     return tensors, {name: value for name, value in flat.items() if name not in tensors}
 
@@ -30,7 +52,7 @@ def unpack_optimizer(
         p = parameters[parameter]
         if isinstance(value, Tensor):  # counters stay on the CPU
             value = value.clone() if value.ndim == 0 else value.to(p.device, copy=True)
-        optimizer.state[p][key] = value
+        _state(optimizer)[p][key] = value
 
 
 def carry_optimizer(
@@ -40,13 +62,20 @@ def carry_optimizer(
     small: nn.Module,
     cuts: dict[str, tuple[int, Tensor]],
 ) -> None:
-    """Give the optimiser of the small network the state of the big one's, slice by slice."""
+    """Give the optimiser of the small network the state of the big one's, slice by slice.
+
+    What is not kept unit by unit (factored moments) cannot be cut: that of a parameter that was cut begins anew.
+    """
+    set_group_counters(new, group_counters(old))
     parameters = dict(big.named_parameters())
     for name, p in small.named_parameters():
         source = parameters[source_name(name, parameters)]
-        for key, value in old.state.get(source, {}).items():
-            if isinstance(value, Tensor) and value.shape == source.shape:
-                value = take(value, *cuts[name]) if name in cuts else value.clone()
-            elif isinstance(value, Tensor):
-                value = value.clone()
-            new.state[p][key] = value
+        known = _state(old).get(source, {})
+        tensors = [value for value in known.values() if isinstance(value, Tensor)]
+        if name in cuts and any(value.ndim and value.shape != source.shape for value in tensors):
+            continue
+        for key, value in known.items():
+            if isinstance(value, Tensor):
+                cut = name in cuts and value.shape == source.shape
+                value = take(value, *cuts[name]) if cut else value.clone()
+            _state(new)[p][key] = value

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
+from contextlib import AbstractContextManager, nullcontext
 from pickle import UnpicklingError
 from typing import Any
 
@@ -56,6 +58,8 @@ def dense_model(config: Config) -> ViT:
         model = _create(config.model, False, arguments)
         _load(model, state, config.weights, f"model {config.model}")
         return model
+    if config.pretrained:  # those of the weights, so that a new classifier is noticed
+        arguments = {name: value for name, value in arguments.items() if name != "num_classes"}
     return _create(config.model, config.pretrained, arguments)
 
 
@@ -155,11 +159,21 @@ def read_weights(path: str) -> dict[str, Tensor]:
         if path.endswith(".safetensors"):
             state: dict[str, Any] = safetensors.torch.load_file(path)
         else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            with _harmless():
+                state = torch.load(path, map_location="cpu", weights_only=True)
             state = next((state[key] for key in NESTED if key in state), state)
         return {name.removeprefix("module."): tensor.float() for name, tensor in state.items()}
     except (SafetensorError, UnpicklingError, RuntimeError, TypeError, AttributeError, EOFError) as error:
-        raise ConfigError(f"{path} does not hold weights: a .safetensors or .pth file of tensors is needed") from error
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"{path} does not hold weights: a .safetensors or .pth file of tensors is needed ({reason})"
+        ) from error
+
+
+def _harmless() -> AbstractContextManager[Any]:
+    """Let `torch.load` read the options that training scripts of timm save beside the weights."""
+    allowed = getattr(torch.serialization, "safe_globals", None)  # torch 2.5
+    return nullcontext() if allowed is None else allowed([argparse.Namespace])
 
 
 def normalisation(config: Config, model: ViT) -> Normalisation:
@@ -230,11 +244,12 @@ def plan(config: Config) -> list[str]:
     dense = macs(model)
     gated = attach(model, kinds, config.keep_blocks)
     per_epoch = steps_per_epoch(config, data)
+    dense_first = f"{config.dense_epochs} epochs of the dense model, then " if config.dense_epochs else ""
     lines = [
         f"model    {config.model}: {dense / 1e9:.4f} G MACs, {len(family.sites(model))} blocks",
         f"data     {data.train_size} training and {data.val_size} validation images, {data.classes} classes",
         f"gates    {sum(gate.logit.numel() for gate in gates(gated))} ({', '.join(kinds)})",
-        f"run      {config.epochs} epochs of {per_epoch} steps",
+        f"run      {dense_first}{config.epochs} epochs of {per_epoch} steps",
     ]
     if config.target:
         controller = make_controller(gated, config, make_cost(gated, config), config.epochs * per_epoch)

@@ -40,6 +40,8 @@ class RunFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise RunError(f"{self.path} is in use by another run") from error
+        for left in self.path.glob(".checkpoint.*"):  # by a run that was killed while it saved
+            shutil.rmtree(left, ignore_errors=True)
         file = self.path / "config.yaml"
         if file.exists() and checkpoints(self.path):
             if not resume:
@@ -62,6 +64,8 @@ class RunFolder:
             RunError: it cannot be written; the one before is whole.
         """
         target = self.path / f"checkpoint-{step:09}"
+        if target.exists():  # dense training ends at the step the search begins at; this name comes after
+            target = target.with_name(f"{target.name}.1")
         try:
             with tempfile.TemporaryDirectory(prefix=".checkpoint.", dir=self.path) as scratch:
                 new = Path(scratch, "new")

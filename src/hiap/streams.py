@@ -20,7 +20,7 @@ from timm.data import create_dataset
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from hiap.images import Batch, Loading, collate, deliver, mix_seed, transform
+from hiap.images import Batch, Loading, collate, converted, deliver, mix_seed, outlive_signals, transform
 
 __all__ = ["Stream", "StreamData", "open_stream"]
 
@@ -192,6 +192,7 @@ class StreamData:
             collate_fn=collate,
             pin_memory=self.loading.device.type == "cuda",
             generator=torch.Generator("cpu").manual_seed(seed),
+            worker_init_fn=outlive_signals,
         )
 
 
@@ -229,7 +230,7 @@ class _Share(IterableDataset[Any]):
     def _read(self, sample: Any, worker: int, number: int) -> tuple[Tensor, int] | None:
         try:
             image, label = self.stream.read(sample)
-            image = image.convert(self.loading.mode)
+            image = converted(image, self.loading.mode)
         except Exception as error:
             if self.loading.strict:
                 raise ValueError(f"image {number} of worker {worker} cannot be read: {error}") from error

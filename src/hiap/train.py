@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from hiap.attach import attach, gates, is_gated, parameter_groups, set_gates
 from hiap.axes import align_heads
 from hiap.budget import Controller
-from hiap.checkpoint import save
+from hiap.checkpoint import check_target, save
 from hiap.compact import Widths
-from hiap.config import Config
+from hiap.config import Config, ConfigError
 from hiap.cost import Cost, MacCost, expected_counts, macs, macs_of_widths
 from hiap.data import Data, mix_seed
 from hiap.evaluate import evaluate
@@ -53,7 +53,7 @@ from hiap.objective import (
     watch_blocks,
     watched_blocks,
 )
-from hiap.optimizer import carry_optimizer, pack_optimizer, unpack_optimizer
+from hiap.optimizer import carry_optimizer, group_counters, pack_optimizer, set_group_counters, unpack_optimizer
 from hiap.progress import Progress, Stopwatch, epoch_line
 from hiap.start import (
     dense_model,
@@ -154,6 +154,9 @@ class Run:
         self.projected_every = projection_interval(self.schedule.freeze)
         self.stop = (config.stop_after or config.epochs) * self.per_epoch
         self.other_teacher = other_teacher(config, self.data.classes, model.patch_embed.proj.in_channels)
+        self._check_parts()
+        if self.main:
+            check_target(self.out / "compact")
         self._plan()  # refuses what cannot be reached, before the folder is made
         self.folder = RunFolder(out, config.to_yaml(), resume) if self.main else None
         self.accelerator.wait_for_everyone()
@@ -170,6 +173,18 @@ class Run:
         self.teacher: Teacher | None = None
         self._terminated = False
         self.progress = Progress(self.main)
+
+    def _check_parts(self) -> None:
+        """Refuse batches that a process cannot take apart as the configuration wants it."""
+        config, size = self.config, self.config.batch_size
+        sizes = [(rank + 1) * size // self.world - rank * size // self.world for rank in range(self.world)]
+        if min(sizes) < config.accumulate:
+            raise ConfigError(f"accumulate {config.accumulate} is more than the {min(sizes)} images of a process")
+        if (config.mixup or config.cutmix) and any(size % 2 for size in sizes):
+            raise ConfigError(
+                f"mixup and cutmix pair images, and a process has {max(s for s in sizes if s % 2)}: "
+                "choose a batch_size that gives each an even number"
+            )
 
     def _plan(self) -> None:
         self.kinds = self.config.gate_kinds(any(site.qk_norm for site in family.sites(self.dense)))
@@ -250,6 +265,7 @@ class Run:
             set_gates(raw, temperature=self.schedule.tau_floor, noise_scale=0.0)
             for gate in gates(raw):
                 gate.logit.requires_grad_(False)
+            self.accelerator.free_memory()
             self.model, self.stepper = self.accelerator.prepare(raw, self.optimizer)
         self.stage = "recover"
 
@@ -270,15 +286,19 @@ class Run:
 
     def go(self) -> Result:
         """Train from wherever the run is to its end, and save the result."""
-        with self._signals():
-            self.resume_or_begin()
-            if self.config.trackers:
-                self._start_trackers()
-            if self.stage == "dense":
-                self._stage_loop(self.config.dense_epochs * self.per_epoch)
-                self._end_dense()
-            self._stage_loop(self.stop)
-            return self._finish()
+        try:
+            with self._signals():
+                self.resume_or_begin()
+                if self.config.trackers:
+                    self._start_trackers()
+                if self.stage == "dense":
+                    self._stage_loop(self.config.dense_epochs * self.per_epoch)
+                    self._end_dense()
+                self._stage_loop(self.stop)
+                return self._finish()
+        finally:
+            if self.folder is not None:
+                self.folder.close()
 
     def _start_trackers(self) -> None:
         plain = {k: v if isinstance(v, int | float | str) else str(v) for k, v in vars(self.config).items()}
@@ -289,7 +309,7 @@ class Run:
         first, watch = self.step, Stopwatch()
         self.progress.restart()
         while self.step < end:
-            spent = 0.0
+            spent, done = 0.0, self.per_epoch - position
             offset = 0 if self.stage == "dense" else self.config.dense_epochs
             batches = self.data.train(epoch + offset, position, self.config.batch_size, self.rank, self.world)
             for x, y in batches:
@@ -310,7 +330,7 @@ class Run:
                     if freezing:
                         self.freeze()
                     if ends:
-                        self._log(stage, terms, spent)
+                        self._log(stage, terms, spent, done)
                     if due or stopping:
                         self.save_checkpoint()
                     watch.lap()  # what is not training does not count
@@ -343,14 +363,14 @@ class Run:
         x, target = self._mix(x.to(self.device), y.to(self.device), number)
         self.model.train()
         total: dict[str, Tensor] = {}
-        parts = zip(x.chunk(config.accumulate), target.chunk(config.accumulate), strict=True)
+        parts = zip(x.tensor_split(config.accumulate), target.tensor_split(config.accumulate), strict=True)
         for i, (xs, ys) in enumerate(parts):
-            last = i == config.accumulate - 1
+            last, share = i == config.accumulate - 1, len(xs) / len(x)
             with nullcontext() if last else self.accelerator.no_sync(self.model):
                 terms = self._terms(self.model, xs, ys)
-                self.accelerator.backward(self._weighted(terms) / config.accumulate)
+                self.accelerator.backward(self._weighted(terms) * share)
             for name, value in terms.items():
-                total[name] = total.get(name, torch.zeros((), device=self.device)) + value.detach() / config.accumulate
+                total[name] = total.get(name, torch.zeros((), device=self.device)) + value.detach() * share
         if config.clip_grad is not None:
             learned = [p for group in self.optimizer.param_groups for p in group["params"]]
             self.accelerator.clip_grad_norm_(learned, config.clip_grad)
@@ -472,22 +492,24 @@ class Run:
             **self._facts(self._widths()),
         }
 
-    def _log(self, stage: str, terms: dict[str, Tensor], seconds: float) -> None:
-        """Write what an epoch did; it counts for the stage of its last step."""
+    def _log(self, stage: str, terms: dict[str, Tensor], seconds: float, done: int) -> None:
+        """Write what an epoch did, of which `done` steps were since the run began or was taken up.
+
+        It counts for the stage of its last step.
+        """
         epoch = self.step // self.per_epoch
-        course = self.record.setdefault("course", {}).setdefault(
-            stage, {"epochs": 0, "seconds": 0.0, "fastest": seconds}
-        )
+        whole = seconds * self.per_epoch / done
+        course = self.record.setdefault("course", {}).setdefault(stage, {"epochs": 0, "seconds": 0.0, "fastest": whole})
         course["epochs"] += 1
         course["seconds"] += seconds
-        course["fastest"] = min(course["fastest"], seconds)
+        course["fastest"] = min(course["fastest"], whole)
         line: dict[str, Any] = {
             "stage": stage,
             "step": self._global_step(),
             "epoch": epoch,
             "seconds": round(seconds, 3),
         }
-        line["images_per_s"] = round(self.per_epoch * self.config.batch_size / max(seconds, 1e-9), 1)
+        line["images_per_s"] = round(done * self.config.batch_size / max(seconds, 1e-9), 1)
         line |= {name: float(self._mean(value)) for name, value in terms.items()}
         line["lr"] = self.optimizer.param_groups[0]["lr"]
         if epoch % self.config.eval_every == 0 or self.step >= self.stop:
@@ -544,6 +566,7 @@ class Run:
             "seconds": self.seconds,
             "record": self.record,
             "scalars": scalars,
+            "groups": group_counters(self.optimizer),
             "observations": self.controller.observations if self.controller else 0,
             "scaler": self.accelerator.scaler.state_dict() if self.accelerator.scaler else None,
             "topology": self.topology.to_json() if self.topology else None,
@@ -594,6 +617,7 @@ class Run:
         if self.average is not None:
             self.average.module.load_state_dict(part("average."))
         unpack_optimizer(self.optimizer, self.raw, part("optimizer."), state["scalars"])
+        set_group_counters(self.optimizer, state.get("groups", []))
         if self.controller is not None:
             self.controller.restore(tensors["controller.importance"], state["observations"])
         if state["scaler"] and self.accelerator.scaler:
@@ -618,8 +642,6 @@ class Run:
             save(model, self.out / "compact", self.data.class_names)
         if isinstance(self.cost, LatencyCost):
             self.record |= self._timed(model, self.cost)
-        if self.folder is not None:
-            self.folder.close()
         self.accelerator.wait_for_everyone()
         if self.config.trackers:
             self.accelerator.end_training()

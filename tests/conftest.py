@@ -90,6 +90,20 @@ def images(model: VisionTransformer, count: int = 2, seed: int = 2) -> torch.Ten
     return torch.randn(count, channels, *model.patch_embed.img_size, generator=generator, dtype=torch.float64).to(like)
 
 
+def write_photos(root: Path) -> str:
+    """An image folder with grey, palette and transparent pictures among ordinary ones; returns the name for --data."""
+    chance = np.random.default_rng(0)
+    for split, pictures in (("train", 12), ("val", 4)):
+        for name in ("cat", "dog"):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for i in range(pictures):
+                image = Image.fromarray(chance.integers(0, 255, (20, 24, 3), dtype=np.uint8))
+                mode = {0: "L", 1: "P", 2: "RGBA"}.get(i, "RGB")
+                image.convert(mode).save(folder / f"{i}.png")
+    return str(root)
+
+
 def write_shards(root: Path, shards: dict[str, list[int]], classes: int = 1000, broken: int | None = None) -> str:
     """Tar shards with so many pictures each, labelled by their number modulo `classes`; returns the name for --data."""
     chance, numbers, splits = np.random.default_rng(0), count(), {}

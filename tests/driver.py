@@ -26,12 +26,15 @@ SMALL = {
 }
 
 
-def kill_at_step(stage: str, step: int, how: signal.Signals, rank: int | None) -> None:
-    train_step = Run.train_step
+def kill_at_step(stage: str, step: int, how: str, rank: int | None) -> None:
+    train_step, number = Run.train_step, signal.Signals[how.removesuffix("+")]
 
     def step_and_kill(self: Run, *batch: torch.Tensor) -> dict[str, torch.Tensor]:
         if (self.stage, self.step) == (stage, step) and rank in (None, self.rank):
-            os.kill(os.getpid(), how)
+            if how.endswith("+"):  # the whole group, loader workers too
+                os.killpg(0, number)
+            else:
+                os.kill(os.getpid(), number)
         return train_step(self, *batch)
 
     Run.train_step = step_and_kill
@@ -61,7 +64,7 @@ def main() -> None:
         key, _, value = pair.partition("=")
         if key == "--kill-step":
             stage, step, how, *rank = value.split(":")
-            kill_at_step(stage, int(step), signal.Signals[how], int(rank[0]) if rank else None)
+            kill_at_step(stage, int(step), how, int(rank[0]) if rank else None)
         elif key == "--kill-save":
             kill_in_save(int(value))
         elif key != "--resume":

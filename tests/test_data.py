@@ -10,9 +10,10 @@ import timm
 import torch
 from PIL import Image
 from timm.data import create_transform, resolve_data_config
+from timm.data.readers.img_extensions import is_img_extension
 
 import hiap
-from conftest import write_shards
+from conftest import write_photos, write_shards
 from hiap.cli import main
 from hiap.config import read_config
 from hiap.data import Augmentation, ByteData, Data, digits, mix_seed, open_data
@@ -26,17 +27,7 @@ LIGHT = Augmentation(crop=0.5, flip=0.5, policy="rand-m5-mstd0.5", erase=0.5)
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """An image folder with grey, palette, transparent and broken pictures among ordinary ones."""
-    chance = np.random.default_rng(0)
-    for split, count in (("train", 12), ("val", 4)):
-        for name in ("cat", "dog"):
-            folder = tmp_path / split / name
-            folder.mkdir(parents=True)
-            for i in range(count):
-                image = Image.fromarray(chance.integers(0, 255, (20, 24, 3), dtype=np.uint8))
-                mode = {0: "L", 1: "P", 2: "RGBA"}.get(i, "RGB")
-                image.convert(mode).save(folder / f"{i}.png")
-    return tmp_path
+    return Path(write_photos(tmp_path))
 
 
 def opened(data: Path | str, hold: bool = False, classes: int | None = None, **options: Any) -> Data:
@@ -82,6 +73,41 @@ def test_broken_images_are_not_scored(photos: Path) -> None:
         assert labels(list(opened(photos).val(3))) == [0, 0, 0, 1, 1, 1, 1]
 
 
+def test_a_batch_of_broken_images_is_not_scored_and_a_set_of_them_refused(photos: Path) -> None:
+    (photos / "val/dog/3.png").write_bytes(b"not an image")
+    with pytest.warns(UserWarning, match="1 images were skipped"):
+        assert labels(list(opened(photos).val(7))) == [0, 0, 0, 0, 1, 1, 1]  # the last batch had one image
+    for file in (photos / "val").glob("*/*"):
+        file.write_bytes(b"not an image")
+    with pytest.raises(ValueError, match="no image can be read"), pytest.warns(UserWarning):
+        list(opened(photos).val(7))
+    with pytest.raises(ValueError, match="none of 8 images can be read"), pytest.warns(UserWarning):
+        opened(photos, hold=True)
+
+
+def test_images_of_16_bits_are_scaled(photos: Path) -> None:
+    grey = np.linspace(0, 65535, 20 * 24).astype(np.uint16).reshape(20, 24)
+    Image.fromarray(grey).save(photos / "val/cat/0.png")
+    data = opened(photos, size=(20, 24), hold=True)
+    held = next(data.val(1))[0] * 0.5 + 0.5
+    torch.testing.assert_close(held[0, 0], torch.from_numpy(grey / 65535).float(), atol=2.5e-3, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["webp", "bmp", "tiff"])
+def test_other_kinds_of_images_are_read(photos: Path, kind: str) -> None:
+    Image.open(photos / "val/cat/3.png").save(photos / f"val/cat/4.{kind}")
+    assert opened(photos).val_size == 9
+    assert not is_img_extension(f".{kind}")  # timm is as it was
+
+
+def test_no_colours_are_changed_without_a_policy(photos: Path) -> None:
+    plain = Augmentation(crop=1.0, flip=0.0, policy=None, erase=0.0)
+    for file in (photos / "train").glob("*/*"):
+        Image.new("RGB", (16, 16), (128, 64, 32)).save(file)
+    for x, _ in opened(photos, augmentation=plain).train(0, 0, 8, 0, 1):
+        torch.testing.assert_close((x * 0.5 + 0.5)[:, :, 8, 8] * 255, torch.tensor([[128.0, 64, 32]]).expand(8, -1))
+
+
 def test_the_strongest_augmentation_works(photos: Path) -> None:
     strong = Augmentation(crop=1.0, flip=0.0, policy="rand-m10-n8-inc1", erase=0.0)
     data = opened(photos, augmentation=strong, strict=True)
@@ -94,6 +120,21 @@ def test_wrong_data_is_refused(tmp_path: Path) -> None:
         opened(tmp_path)
     with pytest.raises(ValueError, match="is no folder, no timm data set"):
         opened(tmp_path / "nowhere")
+    for split in ("train/cat/images", "train/dog/images", "val/images"):
+        (tmp_path / split).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / split / "0.png")
+    with pytest.raises(ValueError, match=r"images right in it; found \['images'\]"):
+        opened(tmp_path)
+
+
+def test_labels_that_differ_between_the_splits_are_refused(photos: Path) -> None:
+    for name in ("ant", "bee"):
+        (photos / "train" / name).mkdir()
+        Image.new("RGB", (8, 8)).save(photos / f"train/{name}/0.png")
+    (photos / "val").rename(photos / "validation")
+    assert labels(list(opened(photos).val(8))) == [2] * 4 + [3] * 4
+    with pytest.raises(ValueError, match=r"no validation images of \['ant', 'bee'\]"):
+        opened(f"torch/image_folder:{photos}")
 
 
 def test_digits_are_those_of_scikit_learn() -> None:

@@ -1,3 +1,4 @@
+import argparse
 import copy
 import json
 import math
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import hiap
-from conftest import images, make
+from conftest import images, make, write_photos
 from driver import SMALL
 from hiap.attach import gates_by_block
 from hiap.budget import BudgetError
@@ -22,8 +23,8 @@ from hiap.data import Augmentation, ByteData
 from hiap.extract import slices
 from hiap.objective import Teacher, distillation, feature_distance, task_loss, watch_blocks, watched_blocks
 from hiap.optimizer import carry_optimizer
-from hiap.start import plan
-from hiap.state import RunError, RunFolder
+from hiap.start import plan, read_weights
+from hiap.state import RunError, RunFolder, load_checkpoint
 from hiap.train import Run, prune
 
 TINY = {**SMALL, "dense_epochs": 0, "ema": 0.0, "mixup": 0.0, "distill_features": 0.0, "eval_every": 1000}
@@ -329,7 +330,9 @@ class TestReliability:
         }[launcher].split()
         command = [sys.executable, *launch, str(Path(__file__).parent / "driver.py"), str(out), *options]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=300, env=environment, start_new_session=True
+        )
         assert check is None or done.returncode == check, done.stderr[-3000:]
         return done
 
@@ -392,6 +395,21 @@ class TestReliability:
         first, second = (load_file(folder / "compact/model.safetensors") for folder in (whole, out))
         assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
+    def test_sigterm_to_the_whole_group_saves_too(self, tmp_path: Path) -> None:
+        data = {"data": write_photos(tmp_path / "photos"), "data_device": "loader", "workers": 2}
+        options = [f"{key}={value!r}" for key, value in {**data, "batch_size": 8, "dense_epochs": 0}.items()]
+        self.run(tmp_path / "run", *options, "--kill-step=search:2:SIGTERM+", check=143)
+        assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-000000003"]
+
+    @pytest.mark.parametrize("opt", ["lamb", "lookahead_adamw", "adafactor"])
+    def test_what_an_optimiser_counts_is_kept(self, opt: str, tmp_path: Path) -> None:
+        options = [f"opt={opt!r}", "dense_epochs=0", "epochs=2"]
+        self.run(tmp_path / "whole", *options)
+        self.run(tmp_path / "killed", *options, "--kill-step=recover:8:SIGKILL", check=-signal.SIGKILL)
+        self.run(tmp_path / "killed", *options, "--resume")
+        first, second = (load_file(tmp_path / name / "compact/model.safetensors") for name in ("whole", "killed"))
+        assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
     def test_two_processes_follow_one(self, tmp_path: Path) -> None:
         options = ["mixup=0.0", "crop=1.0", "ema=0.0"]
         self.run(tmp_path / "one", *options)
@@ -424,6 +442,37 @@ class TestReliability:
             RunFolder(tmp_path / "run", "seed: 0\n", resume=False)
         with pytest.raises(RunError, match=r"another configuration: seed: 1 \(was: seed: 0\)"):
             RunFolder(tmp_path / "run", "seed: 1\n", resume=True)
+
+    def test_a_second_checkpoint_of_a_step_does_not_endanger_the_first(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        folder = RunFolder(tmp_path / "run", "", resume=False)
+        folder.save(3, {"x": torch.ones(2)}, {"stage": "dense"})
+
+        def killed(*arguments: object, **options: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("hiap.state.shutil.rmtree", killed)
+            folder.save(3, {"x": torch.zeros(2)}, {"stage": "search"})
+        saved = load_checkpoint(tmp_path / "run")
+        assert saved is not None and saved[1] == {"stage": "search"} and not saved[0]["x"].any()
+        folder.close()
+        (tmp_path / "run/.checkpoint.left").mkdir()
+        RunFolder(tmp_path / "run", "", resume=True).save(4, {"x": torch.ones(2)}, {})
+        assert sorted(path.name for path in (tmp_path / "run").glob("*checkpoint*")) == ["checkpoint-000000004"]
+
+    def test_an_interrupted_run_lets_its_folder_go(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def interrupted(*arguments: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Run, "train_step", interrupted)
+            run = Run(tiny(), tmp_path / "run", data=noise_data(512, 8))
+            with pytest.raises(KeyboardInterrupt):
+                run.go()
+        prune(tiny(), tmp_path / "run", resume=True, data=noise_data(512, 8))
+        assert (tmp_path / "run/compact").is_dir()
 
     def test_a_full_disk_leaves_the_last_checkpoint(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder = RunFolder(tmp_path / "run", "", resume=False)
@@ -460,7 +509,7 @@ class TestConfig:
         ):
             assert text in str(caught.value)
         late = {"eval_every": 0, "min_heads": -1, "seed": -1, "checkpoint_every": 0, "clip_grad": -1.0}
-        late |= {"policy": "nonsense", "opt": "nope", "distill_features": -1.0}
+        late |= {"policy": "nonsense", "opt": "kron", "distill_features": -1.0, "mixup": -1.0}
         with pytest.raises(ConfigError) as caught:
             read_config("digits", late)
         assert all(f"\n  {name} must be" in str(caught.value) for name in late)
@@ -512,6 +561,64 @@ class TestConfig:
         assert "qk_dim" not in Config(target="50%").gate_kinds(qk_norm=True)
         assert "qk_dim" not in Config(target="50%", ratio=[2.0, 1.0]).gate_kinds(qk_norm=False)
         assert "qk_dim" not in Config(lambda_macro=1.0, lambda_micro=1.0).gate_kinds(qk_norm=False)
+
+
+@pytest.mark.parametrize("accumulate", [3, 4])
+def test_gradients_of_parts_add_up_to_those_of_the_batch(accumulate: int, tmp_path: Path) -> None:
+    gradients, data = [], noise_data(64, 8)
+    for parts in (1, accumulate):
+        given = {"teacher": "none", "precision": "fp32", "batch_size": 10, "accumulate": parts, "noise_start": 0.0}
+        run = Run(tiny(**given), tmp_path / str(parts), data=data)
+        run.begin()
+        found = {}
+        run.stepper.step = lambda run=run, found=found: found.update(
+            {name: p.grad.clone() for name, p in run.raw.named_parameters() if p.grad is not None}
+        )
+        terms = run.train_step(*next(data.train(0, 0, 10, 0, 1)))
+        gradients.append({**found, "task": terms["task"]})
+    assert len(gradients[0]) > 10
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_what_would_fail_late_is_refused_first(tmp_path: Path) -> None:
+    def refused(error: type[Exception], message: str, **given: object) -> None:
+        with pytest.raises(error, match=message):
+            Run(tiny(**given), tmp_path / "run", data=noise_data(512, 8))
+        assert not (tmp_path / "run/config.yaml").exists()
+
+    refused(ConfigError, "accumulate 9 is more than the 8 images of a process", batch_size=8, accumulate=9)
+    refused(ConfigError, "pair images, and a process has 9", batch_size=9, mixup=0.2)
+    (tmp_path / "run/compact").mkdir(parents=True)
+    (tmp_path / "run/compact/notes.txt").write_text("mine")
+    refused(hiap.CheckpointError, r"holds 'notes\.txt', which saving would remove")
+
+
+def test_without_shrink_the_optimiser_is_prepared_once(tmp_path: Path) -> None:
+    run = Run(tiny(shrink=False), tmp_path / "run", data=noise_data(1024, 8))
+    run.go()
+    assert len(run.accelerator._optimizers) == 1  # float16 would be unscaled once for each
+
+
+def test_pretrained_weights_of_another_class_count_do_not_teach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = timm.create_model
+    monkeypatch.setattr("timm.create_model", lambda *names, pretrained, **options: create(*names, **options))
+    own = {"pretrained": True, "model_args": {**TINY["model_args"], "num_classes": 10}}
+    with pytest.raises(ConfigError, match=r"1000 classes, the data has 10.*nothing to teach"):
+        Run(tiny(**own), tmp_path / "run", data=noise_data(512, 8))
+    assert Run(tiny(**own, teacher="none"), tmp_path / "run", data=noise_data(512, 8)).dense.num_classes == 10
+
+
+@pytest.mark.skipif(not hasattr(torch.serialization, "safe_globals"), reason="torch 2.5")
+def test_weights_of_timms_training_script_are_read(tmp_path: Path) -> None:
+    state = {"head.weight": torch.ones(2, 3)}
+    torch.save({"state_dict": state, "args": argparse.Namespace(lr=0.1, model="vit")}, tmp_path / "last.pth.tar")
+    assert read_weights(str(tmp_path / "last.pth.tar"))["head.weight"].sum() == 6
+    torch.save({"state_dict": state, "path": tmp_path}, tmp_path / "other.pth")
+    with pytest.raises(ConfigError, match=r"does not hold weights.*Weights only load failed"):
+        read_weights(str(tmp_path / "other.pth"))
 
 
 def test_weights_of_another_class_count_get_a_new_classifier(tmp_path: Path) -> None:

@@ -21,9 +21,13 @@ def _state(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def group_counters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What some optimisers count for a group instead of for each parameter, beside their plain options."""
+    """What some optimisers count for a group instead of for each parameter, beside their plain options, as JSON."""
     return [
-        {key: value for key, value in group.items() if key not in SET and isinstance(value, int | float)}
+        {
+            key: [value.item()] if isinstance(value, Tensor) else value
+            for key, value in group.items()
+            if key not in SET and (isinstance(value, int | float) or (isinstance(value, Tensor) and value.ndim == 0))
+        }
         for group in optimizer.param_groups
     ]
 
@@ -31,7 +35,7 @@ def group_counters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def set_group_counters(optimizer: torch.optim.Optimizer, counters: list[dict[str, Any]]) -> None:
     """Give an optimiser the counters of one like it, or of one whose last groups it lacks."""
     for group, own in zip(optimizer.param_groups, counters, strict=False):
-        group.update(own)
+        group.update({key: torch.tensor(value[0]) if isinstance(value, list) else value for key, value in own.items()})
 
 
 def pack_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -31,8 +32,8 @@ def kill_at_step(stage: str, step: int, how: str, rank: int | None) -> None:
 
     def step_and_kill(self: Run, *batch: torch.Tensor) -> dict[str, torch.Tensor]:
         if (self.stage, self.step) == (stage, step) and rank in (None, self.rank):
-            if how.endswith("+"):  # the whole group, loader workers too
-                os.killpg(0, number)
+            if how.endswith("+"):  # the whole group, loader workers too, by another process
+                subprocess.run(["kill", f"-{number}", "--", f"-{os.getpgid(0)}"])
             else:
                 os.kill(os.getpid(), number)
         return train_step(self, *batch)

@@ -397,13 +397,14 @@ class TestReliability:
 
     def test_sigterm_to_the_whole_group_saves_too(self, tmp_path: Path) -> None:
         data = {"data": write_photos(tmp_path / "photos"), "data_device": "loader", "workers": 2}
-        options = [f"{key}={value!r}" for key, value in {**data, "batch_size": 8, "dense_epochs": 0}.items()]
+        options = [f"{key}={value!r}" for key, value in {**data, "batch_size": 2, "dense_epochs": 0}.items()]
         self.run(tmp_path / "run", *options, "--kill-step=search:2:SIGTERM+", check=143)
         assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-000000003"]
 
     @pytest.mark.parametrize("opt", ["lamb", "lookahead_adamw", "adafactor"])
     def test_what_an_optimiser_counts_is_kept(self, opt: str, tmp_path: Path) -> None:
-        options = [f"opt={opt!r}", "dense_epochs=0", "epochs=2"]
+        wide = {**SMALL["model_args"], "embed_dim": 32}  # so that moments are factored
+        options = [f"opt={opt!r}", "dense_epochs=0", "epochs=2", f"model_args={wide}"]
         self.run(tmp_path / "whole", *options)
         self.run(tmp_path / "killed", *options, "--kill-step=recover:8:SIGKILL", check=-signal.SIGKILL)
         self.run(tmp_path / "killed", *options, "--resume")

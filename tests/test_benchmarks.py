@@ -269,6 +269,23 @@ def test_comparisons_refuse_before_they_run(
     assert not (tmp_path / "records.jsonl").exists()
 
 
+def test_an_arm_out_of_reach_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = []
+
+    def run_arm(options: object, arm: str, config: object, final: bool, device: object) -> dict:
+        if arm == "taylor":
+            raise hiap.BudgetError("a target of 5% is out of reach")
+        done.append(arm)
+        return {"top1": 70.0, "macs": 5, "dense_macs": 100}
+
+    monkeypatch.setattr(compare, "run_arm", run_arm)
+    base = f"compare.py run --data {tmp_path} --model test_vit --set pretrained=false --records {tmp_path / 'r.jsonl'}"
+    monkeypatch.setattr(sys, "argv", f"{base} --arms taylor,depth --rates 1e-3 --seeds 0 --target 5%".split())
+    with pytest.raises(SystemExit, match="these arms were not run:\ntaylor: a target of 5% is out of reach"):
+        compare.main()
+    assert done == ["depth"]
+
+
 @pytest.mark.parametrize(
     ("line", "jobs", "message"),
     [

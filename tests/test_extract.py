@@ -38,7 +38,7 @@ def block_topologies(draw: st.DrawFn) -> dict:
     }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     blocks=st.lists(block_topologies(), min_size=3, max_size=3),
     round_to=st.sampled_from([1, 3, 8]),

@@ -348,13 +348,14 @@ class TestReliability:
         "kill",
         [
             "--kill-step=dense:2:SIGKILL",
+            "--kill-step=search:5:SIGTERM",
             "--kill-step=recover:15:SIGKILL",
             "--kill-save=4",
         ],
     )
     def test_a_killed_run_ends_bit_identical(self, kill: str, whole: Path, tmp_path: Path) -> None:
         out = tmp_path / "run"
-        self.run(out, kill, check=-signal.SIGKILL)
+        self.run(out, kill, check=143 if "SIGTERM" in kill else -signal.SIGKILL)
         assert not (out / "compact").exists()
         self.run(out, "--resume")
         first, second = (load_file(folder / "compact/model.safetensors") for folder in (whole, out))
@@ -596,6 +597,8 @@ def test_what_would_fail_late_is_refused_first(tmp_path: Path) -> None:
 
     refused(ConfigError, "accumulate 9 is more than the 8 images of a process", batch_size=8, accumulate=9)
     refused(ConfigError, "pair images, and a process has 9", batch_size=9, mixup=0.2)
+    with pytest.raises(ConfigError, match="accumulate 9 is more"):
+        plan(tiny(batch_size=8, accumulate=9))
     (tmp_path / "run/compact").mkdir(parents=True)
     (tmp_path / "run/compact/notes.txt").write_text("mine")
     refused(hiap.CheckpointError, r"holds 'notes\.txt', which saving would remove")

@@ -28,6 +28,7 @@ from hiap.objective import Teacher
 from hiap.schedule import Schedule
 
 __all__ = [
+    "check_parts",
     "dense_model",
     "fit_classifier",
     "load_data",
@@ -228,6 +229,20 @@ def steps_per_epoch(config: Config, data: Data) -> int:
     return steps
 
 
+def check_parts(config: Config, processes: int = 1) -> None:
+    """Refuse batches that processes cannot take apart as the configuration wants it."""
+    size = config.batch_size
+    shares = [(rank + 1) * size // processes - rank * size // processes for rank in range(processes)]
+    if min(shares) < config.accumulate:
+        raise ConfigError(f"accumulate {config.accumulate} is more than the {min(shares)} images of a process")
+    odd = [share for share in shares if share % 2]
+    if odd and (config.mixup or config.cutmix):
+        raise ConfigError(
+            f"mixup and cutmix pair images, and a process has {odd[0]}: choose a batch_size that gives each an even "
+            "number"
+        )
+
+
 def plan(config: Config) -> list[str]:
     """What a run would do, in lines; nothing is trained or written.
 
@@ -235,6 +250,7 @@ def plan(config: Config) -> list[str]:
         ConfigError, BudgetError, UnsupportedModelError: what the run itself would refuse.
     """
     config.check()
+    check_parts(config)
     model = dense_model(config)
     family.sites(model)
     data = load_data(config, model, torch.device("cpu"))

@@ -34,7 +34,7 @@ from hiap.axes import align_heads
 from hiap.budget import Controller
 from hiap.checkpoint import check_target, save
 from hiap.compact import Widths
-from hiap.config import Config, ConfigError
+from hiap.config import Config
 from hiap.cost import Cost, MacCost, expected_counts, macs, macs_of_widths
 from hiap.data import Data, mix_seed
 from hiap.evaluate import evaluate
@@ -56,6 +56,7 @@ from hiap.objective import (
 from hiap.optimizer import carry_optimizer, group_counters, pack_optimizer, set_group_counters, unpack_optimizer
 from hiap.progress import Progress, Stopwatch, epoch_line
 from hiap.start import (
+    check_parts,
     dense_model,
     fit_classifier,
     load_data,
@@ -154,7 +155,7 @@ class Run:
         self.projected_every = projection_interval(self.schedule.freeze)
         self.stop = (config.stop_after or config.epochs) * self.per_epoch
         self.other_teacher = other_teacher(config, self.data.classes, model.patch_embed.proj.in_channels)
-        self._check_parts()
+        check_parts(config, self.world)
         if self.main:
             check_target(self.out / "compact")
         self._plan()  # refuses what cannot be reached, before the folder is made
@@ -173,18 +174,6 @@ class Run:
         self.teacher: Teacher | None = None
         self._terminated = False
         self.progress = Progress(self.main)
-
-    def _check_parts(self) -> None:
-        """Refuse batches that a process cannot take apart as the configuration wants it."""
-        config, size = self.config, self.config.batch_size
-        sizes = [(rank + 1) * size // self.world - rank * size // self.world for rank in range(self.world)]
-        if min(sizes) < config.accumulate:
-            raise ConfigError(f"accumulate {config.accumulate} is more than the {min(sizes)} images of a process")
-        if (config.mixup or config.cutmix) and any(size % 2 for size in sizes):
-            raise ConfigError(
-                f"mixup and cutmix pair images, and a process has {max(s for s in sizes if s % 2)}: "
-                "choose a batch_size that gives each an even number"
-            )
 
     def _plan(self) -> None:
         self.kinds = self.config.gate_kinds(any(site.qk_norm for site in family.sites(self.dense)))
@@ -617,7 +606,7 @@ class Run:
         if self.average is not None:
             self.average.module.load_state_dict(part("average."))
         unpack_optimizer(self.optimizer, self.raw, part("optimizer."), state["scalars"])
-        set_group_counters(self.optimizer, state.get("groups", []))
+        set_group_counters(self.optimizer, state["groups"])
         if self.controller is not None:
             self.controller.restore(tensors["controller.importance"], state["observations"])
         if state["scaler"] and self.accelerator.scaler:

@@ -1,4 +1,4 @@
-"""Which learning rate suits which run: ViT-Ti pruned to half of its MACs in runs of several sizes, each at several rates.
+"""Which learning rate suits which run: ViT-Ti pruned to half of its MACs in runs of several sizes, at several rates.
 
     python benchmarks/learning_rates.py --data DIR --weights FILE --records FILE [--start vit_tiny] [--jobs 8]
     python benchmarks/learning_rates.py --data DIR --weights FILE --records FILE --dense

@@ -1,6 +1,6 @@
 """Which learning rate suits which run: ViT-Ti pruned to half of its MACs in runs of several sizes, at several rates.
 
-    python benchmarks/learning_rates.py --data DIR --weights FILE --records FILE [--start vit_tiny] [--jobs 8]
+    python benchmarks/learning_rates.py --data DIR --weights FILE --records FILE [--start vit_tiny]
     python benchmarks/learning_rates.py --data DIR --weights FILE --records FILE --dense
     python benchmarks/learning_rates.py --records FILE --table
 
@@ -12,12 +12,9 @@ faster the classifier learns. One JSON line a run; what is recorded already is n
 import argparse
 import json
 import math
-import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +27,16 @@ from hiap.data import Augmentation, ByteData
 from hiap.start import dense_model
 from hiap.train import prune
 
-RATES = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3)
+RATES = (5e-4, 2e-4, 1e-3, 1e-4, 5e-5, 2e-3)
 RUNS = {  # images a class, batch size, epochs
     "vit_tiny": [
-        *((500, 1024, 15), (500, 256, 15), (500, 64, 3), (500, 256, 3), (500, 1024, 3)),
-        *((50, 256, 30), (50, 64, 5), (50, 256, 5), (50, 1024, 5)),
+        *((50, 1024, 5), (50, 256, 5), (50, 64, 5), (500, 1024, 3), (500, 256, 3), (50, 256, 30)),
+        *((500, 64, 3), (500, 1024, 15), (500, 256, 15)),
     ],
     "dinov2_small": [(500, 1024, 3), (50, 64, 5), (50, 256, 5)],
 }
-SUBSET, SUBSET_RUNS = 20, [(batch, epochs) for batch in (256, 64) for epochs in (2, 10)]
-DENSE_RATES, FASTER = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3), (1, 10, 30)
+SUBSET, SUBSET_RUNS = 20, [(256, 2), (256, 10), (64, 2)]
+DENSE_RATES, FASTER = (1e-4, 2e-4, 5e-5, 5e-4, 1e-3), (10, 1)
 
 
 def images(folder: Path, per_class: int, classes: int = CLASSES) -> tuple[Any, Any]:
@@ -51,8 +48,7 @@ def images(folder: Path, per_class: int, classes: int = CLASSES) -> tuple[Any, A
         train = (torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
         val = validation_images(folder / "val.jpg", range(50 if classes < CLASSES else 20))
         train, val = (tuple(t[y % every == 0] for t in (x, y // every)) for x, y in (train, val))
-        torch.save((train, val), cache.with_suffix(f".{time.time_ns()}"))
-        max(folder.glob(f"{cache.stem}.*")).rename(cache)
+        torch.save((train, val), cache)
     return torch.load(cache)
 
 
@@ -141,36 +137,20 @@ def main() -> None:
     parser.add_argument("--start", choices=sorted(RUNS), default="vit_tiny")
     parser.add_argument("--records", type=Path, required=True, help="JSON lines, one a run")
     parser.add_argument("--warmup", type=float, default=0.05, help="share of a run that the rate rises")
-    parser.add_argument("--jobs", type=int, default=8, help="runs at a time")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no run after so many")
     parser.add_argument("--dense", action="store_true", help="fine-tune the dense model with a new classifier")
     parser.add_argument("--table", action="store_true", help="print what is recorded")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        job = json.loads(options.one)
-        given = {k: v for k, v in job.items() if k not in ("start", "dense", "warmup")}
-        found = finetune(options, **given) if job.get("dense") else run(options, **given)
-        print(json.dumps({**job, **found, "torch": torch.__version__, "device": torch.cuda.get_device_name()}))
-        return
     known = [json.loads(line) for line in options.records.read_text().splitlines()] if options.records.exists() else []
-    if not options.table:
-        start, done = time.monotonic(), {key(record) for record in known}
-        command = [sys.executable, __file__, *sys.argv[1:], "--one"]
-
-        def call(job: dict[str, Any]) -> None:
-            if time.monotonic() - start > 60 * options.minutes:
-                return
-            found = subprocess.run([*command, json.dumps(job)], capture_output=True, text=True)
-            if found.returncode:
-                print(f"{job}: {found.stderr.splitlines()[-1:]}", file=sys.stderr)
-                return
-            with options.records.open("a") as file:
-                file.write(found.stdout.splitlines()[-1] + "\n")
-
-        with ThreadPoolExecutor(options.jobs) as pool:
-            list(pool.map(call, [job for job in jobs(options) if key(job) not in done]))
-        known = [json.loads(line) for line in options.records.read_text().splitlines()]
+    start, done = time.monotonic(), {key(record) for record in known}
+    for job in [] if options.table else [job for job in jobs(options) if key(job) not in done]:
+        if time.monotonic() - start > 60 * options.minutes:
+            break
+        given = {name: value for name, value in job.items() if name not in ("start", "dense", "warmup")}
+        found = finetune(options, **given) if options.dense else run(options, **given)
+        known.append({**job, **found, "torch": torch.__version__, "device": torch.cuda.get_device_name()})
+        with options.records.open("a") as file:
+            file.write(json.dumps(known[-1]) + "\n")
     table(known)
 
 

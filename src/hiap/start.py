@@ -218,12 +218,16 @@ def _guess(model: Any, state: dict[str, Tensor], name: str) -> str | None:
 
 
 def _image_size(model: Any, state: dict[str, Tensor], tokens: dict[str, int]) -> int | None:
-    """The size of the square images that position embeddings are for."""
+    """The size of the square images that position embeddings are for; some models have them for patches alone."""
     if "pos_embed" not in state or state["pos_embed"].ndim != 3:
         return None
-    patches = state["pos_embed"].shape[1] - (0 if getattr(model, "no_embed_class", False) else sum(tokens.values()))
-    side = math.isqrt(max(patches, 0))
-    return side * int(state[STEM].shape[2]) if side and side * side == patches else None
+    prefixes = [sum(tokens.values()), 0]
+    for prefix in reversed(prefixes) if getattr(model, "no_embed_class", False) else prefixes:
+        patches = max(state["pos_embed"].shape[1] - prefix, 0)
+        side = math.isqrt(patches)
+        if side and side * side == patches:
+            return side * int(state[STEM].shape[2])
+    return None
 
 
 def fit_classifier(config: Config, model: ViT, classes: int) -> None:

@@ -328,8 +328,10 @@ def _check_tensors(state: Any) -> None:
     if "param_groups" in state and "state" in state:
         raise TypeError("it holds the state of an optimiser")
     for name, value in state.items():
-        if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise TypeError(f"{SHORT.repr(name)} is a {type(value).__name__}, not a tensor")
+        if not isinstance(name, str):
+            raise TypeError(f"the name {SHORT.repr(name)} is no text")
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{SHORT.repr(name)} is of type {type(value).__name__}, not a tensor")
         if value.layout != torch.strided or value.is_meta or value.is_quantized:
             raise TypeError(f"{SHORT.repr(name)} is sparse, quantised or without values")
 

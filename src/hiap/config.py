@@ -392,7 +392,8 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         seen: set[str] = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        for key in (key for key, _ in pairs if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
                 self._refuse(f"{SHORT.repr(key.value)} is given twice", key)
             seen.add(key.value)

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,9 @@ VALUES = [
     *(".nan", ".inf", "-.inf", "nan", "inf", "-inf", "1e999999999", "1.0e+308", "1e-320", "9" * 30, "9" * 5000),
     *("0x" + "f" * 5000, "-" + "9" * 19, "1:30:30", "1_000", "2026-13-45", "2026-01-01", "[1, [2, [3]]]", "a" * 3000),
     *("!!int ''", "!!float x", "!!bool x", "!!binary x", "!!map x", "!!set {a, b}", "!!timestamp x", "!!null x"),
-    *("!!python/object/apply:os.system [ls]", "<<", "*a", "&a 1", "? [a]", "{1: 2}", "{a: [b, {c: d}]}", "%", "\t", "\0"),
-    *("é", "\ud7ff", "50%", "0%", "1e9%", "..%", "3G", "1.2M params", "1.8ms", "2x", "-5%", "9" * 400 + "%", "/", ".", "..", "~"),
+    *("!!python/object/apply:os.system [ls]", "<<", "*a", "&a 1", "? [a]", "{1: 2}", "{a: [b, {c: d}]}", "%"),
+    *("é", "50%", "0%", "1e9%", "..%", "3G", "1.2M params", "1.8ms", "2x", "-5%", "9" * 400 + "%", "/", "."),
+    *("\t", "\0"),
     *("[" * 200, "{a: " * 200, "- " * 200, "[nan]", "[0.5, .inf]", "[0]", "[-3, 9]", "[1e-3]", "fp16", "cuda", "paper"),
     *("digits", "wds/a:b", "torch/nothing:x", "resnet18", "test_vit", "none", "rand-m9", "lookahead_adamw", "head"),
 ]  # fmt: skip
@@ -147,4 +147,3 @@ def test_the_configuration_that_is_mutated_is_valid(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(BASE)
     status, said = run(["plan", "--config", str(tmp_path / "config.yaml")])
     assert status == 0 and "2 blocks" in said
-    assert json.dumps(KEYS)

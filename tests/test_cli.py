@@ -92,6 +92,7 @@ class TestEvaluate:
             (["run", "--std", "0"], "std must be positive; found [0.0]"),
             (["run", "--workers", "5000"], "workers must be at most 1024; found 5000"),
             (["--model", "nonsense", "--no-pretrained"], "timm cannot make the model nonsense: Unknown model"),
+            (["--model", "resnet18", "--no-pretrained"], "the model is a ResNet: it is not a timm VisionTransformer"),
             (["--model", NAME, "--no-pretrained"], "the model has 1000 classes, the data 10"),
             (["--model", NAME, "--weights", "nowhere.pth"], "weights must be a file that exists; found 'nowhere.pth'"),
             (["--model", NAME, "--weights", "bare.pth"], "bare.pth holds no classifier, so there is nothing to score"),
@@ -175,7 +176,7 @@ class TestInfoAndBench:
         ]
         lines = table(rows, "dense").splitlines()
         assert max(map(len, lines)) <= 100
-        assert lines[0].split() == "type batch mode ms spread images/s speed-up share gain attention".split()
+        assert " ".join(lines[0].split()) == "type batch mode ms spread images/s speed-up share gain attention"
         for head in ("share", "gain"):
             end = lines[0].index(head) + len(head)
             assert lines[3][:end].endswith({"share": " 93%", "gain": " 89%"}[head])

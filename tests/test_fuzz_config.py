@@ -31,7 +31,7 @@ VALUES = [
     *("[" * 200, "{a: " * 200, "- " * 200, "[nan]", "[0.5, .inf]", "[0]", "[-3, 9]", "[1e-3]", "fp16", "cuda", "paper"),
     *("digits", "wds/a:b", "torch/nothing:x", "resnet18", "test_vit", "none", "rand-m9", "lookahead_adamw", "head"),
 ]  # fmt: skip
-SAFE = [name for name in KEYS if name not in ("pretrained", "img_size")]
+SAFE = [name for name in KEYS if name != "pretrained"]  # which an option has without a value
 ARGUMENTS = [
     *("", "x", "{}", "[]", "null", "1", '{"depth": NaN}', '{"depth": 1e999}', '{"depth": 100000}', '{"depth": -1}'),
     *('{"embed_dim": 1000000000}', '{"num_heads": 0}', '{"patch_size": 0}', '{"img_size": [8]}', "[" * 100000),
@@ -101,7 +101,7 @@ def configurations(draw: st.DrawFn) -> bytes:
 
 
 quiet = settings(
-    max_examples=100, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=200, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 

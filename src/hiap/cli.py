@@ -323,6 +323,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     import hiap
     from hiap.config import help_of, read_config
     from hiap.evaluate import evaluate
+    from hiap.families.timm import sites
     from hiap.start import dense_model, load_data
 
     names = [name for name, _, _ in help_of() if name in (*DENSE, *INPUT)]
@@ -334,6 +335,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = read_config(None, {"lambda_macro": 0.0, **given})  # what it would be pruned to does not matter
     model = dense_model(config).to(device).eval() if options.model else hiap.load(_compact(options.folder), device)
+    sites(model)  # refuses what is no ViT
     if model.num_classes == 0:
         raise ValueError(f"{config.weights or config.model} holds no classifier, so there is nothing to score")
     config.model_args = {"num_classes": model.num_classes}

@@ -182,7 +182,7 @@ class TestInfoAndBench:
             assert lines[3][:end].endswith({"share": " 93%", "gain": " 89%"}[head])
         assert lines[-4:] == [
             "share = speed-up / MAC ratio, the part of the cut in MACs that is realised as speed",
-            "gain  = (speed-up - 1) / (MAC ratio - 1), the same without what no cut would give",
+            "gain  = (speed-up - 1) / (MAC ratio - 1), the same, with 0 % for a network that is no faster",
             "MAC ratio = MACs of the first network / MACs of the row",
             "spread = ms between the quartiles of the rounds",
         ]

@@ -42,7 +42,7 @@ __all__ = [
 MODES = ("eager", "compile", "graph", "compile+graph")
 FOOTNOTE = (
     "share = speed-up / MAC ratio, the part of the cut in MACs that is realised as speed",
-    "gain  = (speed-up - 1) / (MAC ratio - 1), the same without what no cut would give",
+    "gain  = (speed-up - 1) / (MAC ratio - 1), the same, with 0 % for a network that is no faster",
     "MAC ratio = MACs of the first network / MACs of the row",
     "spread = ms between the quartiles of the rounds",
 )

@@ -40,6 +40,12 @@ __all__ = [
 ]
 
 MODES = ("eager", "compile", "graph", "compile+graph")
+FOOTNOTE = (
+    "share = speed-up / MAC ratio, the part of the cut in MACs that is realised as speed",
+    "gain  = (speed-up - 1) / (MAC ratio - 1), the same, with 0 % for a network that is no faster",
+    "MAC ratio = MACs of the first network / MACs of the row",
+    "spread = ms between the quartiles of the rounds",
+)
 
 
 @dataclass(frozen=True)
@@ -154,12 +160,9 @@ def attention_backend(model: nn.Module, x: Tensor) -> str:
 
 
 def table(rows: Sequence[Row], base: str) -> str:
-    """The rows as text, each against the base network in the same setting; of several modes also the fastest.
-
-    Two shares of the MAC cut are given: speed-up / MAC ratio, and (speed-up - 1) / (MAC ratio - 1).
-    """
+    """The rows as text, each against the base network in the same setting; of several modes also the fastest."""
     width = max(len(row.network) for row in rows)
-    lines = [f"{'':{width}}  precision batch mode             ms  spread   images/s  speed-up  realised  attention"]
+    lines = [f"{'':{width}} type batch mode                ms spread  images/s  speed-up share gain attention"]
     settings = {(row.precision, row.batch): None for row in rows}
     for setting in settings:
         own = [row for row in rows if (row.precision, row.batch) == setting]
@@ -171,7 +174,7 @@ def table(rows: Sequence[Row], base: str) -> str:
             lines.append("each in its fastest mode:")
             lines += [_line(row, best[base], width) for row in best.values()]
         lines.append("")
-    return "\n".join(lines[:-1])
+    return "\n".join([*lines, *FOOTNOTE] if len({row.macs for row in rows}) > 1 else lines[:-1])
 
 
 def _names(rows: Sequence[Row]) -> list[str]:
@@ -182,8 +185,8 @@ def _line(row: Row, reference: Row, width: int) -> str:
     speed, cut = reference.ms / row.ms, reference.macs / row.macs
     realised = f"{speed / cut:5.0%}" + (f" {(speed - 1) / (cut - 1):4.0%}" if cut > 1 else "     ")
     return (
-        f"{row.network:{width}}  {row.precision:9} {row.batch:5} {row.mode:13} {row.ms:8.3f} {row.spread_ms:6.3f} "
-        f"{row.images_per_s:10,.0f} {speed:8.2f}x {realised}  {row.attention}"
+        f"{row.network:{width}} {row.precision:4} {row.batch:5} {row.mode:13} {row.ms:8.3f} {row.spread_ms:6.3f} "
+        f"{row.images_per_s:9,.0f} {speed:8.2f}x {realised} {row.attention}"
     )
 
 

@@ -30,10 +30,20 @@ BENCH_EXAMPLES = """examples:
   hiap bench --model deit_base_patch16_224 --topology deit_base_7.4g --paper
 """
 
+EVALUATE_EXAMPLES = """examples:
+  hiap evaluate runs/mine --data photos/
+  hiap evaluate --model deit_small_patch16_224 --data imagenet/
+  hiap evaluate --model vit_tiny_patch16_224 --weights my.safetensors --img-size 128 --data photos/
+"""
+
 MEASURE_EXAMPLES = """examples:
   hiap measure --model deit_base_patch16_224 --device cuda --dtype bf16 --batch 256 -o h200.json
   hiap prune --model deit_base_patch16_224 --data imagenet/ --target 2.0x --cost h200.json
 """
+
+# Options of a configuration that `evaluate` takes: for a dense model alone, and for any
+DENSE = ("model", "model_args", "weights", "pretrained", "img_size")
+INPUT = ("data", "val_split", "input_key", "target_key", "download", "workers", "strict_data", "mean", "std")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,38 +99,40 @@ def _parser() -> argparse.ArgumentParser:
     evaluate = add(
         "evaluate",
         _evaluate,
-        "Accuracy of a saved compact model on the validation part of a data set.",
-        "example:\n  hiap evaluate runs/mine/compact --data photos/",
+        "Accuracy of a saved compact model, or of a dense one, on the validation part of a data set.",
+        EVALUATE_EXAMPLES,
     )
-    evaluate.add_argument("folder", help="a folder written by hiap.save")
-    evaluate.add_argument(
-        "--data", required=True, help="folder with train/ and val/, NAME:ROOT of timm (see hiap prune), or 'digits'"
-    )
-    evaluate.add_argument("--batch-size", type=_positive, default=256, help="images at a time (default 256)")
-    evaluate.add_argument("--workers", type=int, default=4, help="loader processes (default 4)")
-    evaluate.add_argument("--strict-data", action="store_true", help="fail on an image that cannot be read")
+    _add_evaluate(evaluate)
     info = add(
         "info",
         _info,
         "Show what a saved compact model is made of, block by block.",
         "example:\n  hiap info runs/deit_s/compact",
     )
-    info.add_argument("folder", help="a folder written by hiap.save")
+    info.add_argument("folder", help="a folder written by hiap.save, or that of a run")
     _add_bench(add("bench", _bench, "Time a compact model against its dense one, side by side.", BENCH_EXAMPLES))
     _add_measure(add("measure", _measure, "Time the parts of a model over a grid of widths.", MEASURE_EXAMPLES))
     return parser
 
 
+def _add_evaluate(command: argparse.ArgumentParser) -> None:
+    command.add_argument("folder", nargs="?", help="a folder written by hiap.save, or that of a run; or give --model")
+    _add_options(command, (*DENSE, *INPUT))
+    command.add_argument(
+        "--batch-size", type=_positive, default=None, help="images at a time (default 256, on a CPU 64)"
+    )
+
+
 def _add_bench(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("folder", nargs="?", help="a folder written by hiap.save; or give --model and --topology")
+    add("folder", nargs="?", help="a folder written by hiap.save, or that of a run; or give --model and --topology")
     add("--against", help="of a folder: 'dense' (default), 'none', or the folder of another model")
     add("--model", help="timm name of a dense model, with random weights")
     add("--topology", help="what to keep of it: a JSON file, deit_base_10.1g or deit_base_7.4g")
     add("--img-size", type=_positive, help="input size of --model")
     add("--round-to", type=_positive, help="multiple that its widths are rounded to (default 8)")
     add("--device", help="cuda or cpu; CUDA by default where there is any")
-    add("--batch", type=_listed(_positive), metavar="A,B", help="images at a time (default 1,256)")
+    add("--batch", type=_listed(_positive), metavar="A,B", help="images at a time (default 1,256; CPU: 1,8)")
     add(
         "--precision", type=_listed(str), metavar="A,B", help="of fp32, tf32, bf16, fp16 (default fp32,bf16; CPU: fp32)"
     )
@@ -146,40 +158,67 @@ def _add_measure(command: argparse.ArgumentParser) -> None:
     add("-o", "--output", required=True, help="JSON file to write")
 
 
-def _add_options(command: argparse.ArgumentParser) -> None:
-    """One option for each field of the configuration."""
+def _add_options(command: argparse.ArgumentParser, only: Sequence[str] | None = None) -> None:
+    """One option for each field of the configuration, or for some of them."""
     from hiap.config import Config, help_of, recipes
 
-    command.add_argument(
-        "--config", help=f"recipe or YAML file; recipes: {', '.join(recipes())}. Without any option: digits"
-    )
+    if only is None:
+        command.add_argument(
+            "--config", help=f"recipe or YAML file; recipes: {', '.join(recipes())}. Without any option: digits"
+        )
     defaults = Config()
     for name, kind, text in help_of():
-        default = getattr(defaults, name)
+        if only is not None and name not in only:
+            continue
+        required = only is not None and name == "data"
+        default = None if required or (only and name == "model") else getattr(defaults, name)
         flag = "--" + name.replace("_", "-")
         text = f"{text} (default {default})" if default not in (None, [], {}) else text
         text = text.replace("%", "%%")
+        more: dict[str, Any] = {"default": None, "help": text, "required": required}
         if bool in (kind, *typing.get_args(kind)):
-            command.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+            command.add_argument(flag, action=argparse.BooleanOptionalAction, **more)
         elif name == "ratio":
-            command.add_argument(flag, type=_ratio, default=None, metavar="MACRO:MICRO", help=text)
+            command.add_argument(flag, type=_ratio, metavar="MACRO:MICRO", **more)
         elif "list" in str(kind):
             inner = next(a for a in (kind, *typing.get_args(kind)) if typing.get_origin(a) is list)
-            command.add_argument(flag, type=_listed(typing.get_args(inner)[0]), default=None, metavar="A,B", help=text)
+            command.add_argument(flag, type=_listed(typing.get_args(inner)[0]), metavar="A,B", **more)
         elif name == "model_args":
-            command.add_argument(flag, type=json.loads, default=None, metavar="JSON", help=text)
+            command.add_argument(flag, type=_object, metavar="JSON", **more)
         else:
             plain = next(t for t in (*typing.get_args(kind), kind) if t in (int, float, str))
-            command.add_argument(flag, type=plain, default=None, help=text)
+            command.add_argument(flag, type=plain, **more)
 
 
 def _ratio(text: str) -> list[float]:
-    return [float(part) for part in text.split(":")]
+    try:
+        return [float(part) for part in text.split(":")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be two numbers such as 2:1; found {text[:80]!r}") from None
+
+
+def _object(text: str) -> Any:
+    """A JSON object; what JSON does not have, NaN say, is refused."""
+
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        found = json.loads(text, parse_constant=refuse)
+    except RecursionError:
+        raise argparse.ArgumentTypeError("must be a JSON object; found values nested without end") from None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"must be a JSON object such as '{{\"depth\": 6}}'; found {text[:80]!r} ({error})"
+        ) from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object such as '{{\"depth\": 6}}'; found {text[:80]!r}")
+    return found
 
 
 def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1; found {text!r}")
+    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 999999999; found {text[:80]!r}")
     return int(text)
 
 
@@ -282,24 +321,44 @@ def _evaluate(options: argparse.Namespace) -> int:
     import torch
 
     import hiap
-    from hiap.config import Config
+    from hiap.config import help_of, read_config
     from hiap.evaluate import evaluate
-    from hiap.start import load_data
+    from hiap.families.timm import sites
+    from hiap.start import dense_model, load_data
 
+    names = [name for name, _, _ in help_of() if name in (*DENSE, *INPUT)]
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if (options.folder is None) == (options.model is None):
+        raise ValueError("give either a folder, or --model NAME")
+    if options.folder is not None and (wrong := [name for name in DENSE if name in given]):
+        raise ValueError(f"--{wrong[0].replace('_', '-')} goes with --model; a folder is scored as it is")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = hiap.load(options.folder, device)
-    classes = {"num_classes": model.num_classes}
-    config = Config(data=options.data, workers=options.workers, strict_data=options.strict_data, model_args=classes)
+    config = read_config(None, {"lambda_macro": 0.0, **given})  # what it would be pruned to does not matter
+    model = dense_model(config).to(device).eval() if options.model else hiap.load(_compact(options.folder), device)
+    sites(model)  # refuses what is no ViT
+    if model.num_classes == 0:
+        raise ValueError(f"{config.weights or config.model} holds no classifier, so there is nothing to score")
+    config.model_args = {"num_classes": model.num_classes}
     data = load_data(config, model, device)
     if data.classes != model.num_classes:
         raise ValueError(f"the model has {model.num_classes} classes, the data {data.classes}")
-    own, names = getattr(model, "class_names", None), data.class_names
-    if own and names and own != names:
-        first = next((a, b) for a, b in zip(own, names, strict=True) if a != b)
+    own, others = getattr(model, "class_names", None), data.class_names
+    if own and others and own != others:
+        first = next((a, b) for a, b in zip(own, others, strict=True) if a != b)
         raise ValueError(f"the model was trained on other classes: {first[0]!r} stands where the data has {first[1]!r}")
-    scores = evaluate(model, data, options.batch_size)
+    scores = evaluate(model, data, options.batch_size or (256 if device.type == "cuda" else 64))
     print(f"top-1 {scores['top1']:.2f} %  top-5 {scores['top5']:.2f} %  {scores['images']} images")
     return 0
+
+
+def _compact(folder: str) -> Path:
+    """The compact model that a folder is, or that the run in it has ended with."""
+    path = Path(folder)
+    if (path / "config.json").is_file():
+        return path
+    if (path / "config.yaml").is_file() and not (path / "compact").is_dir():
+        raise ValueError(f"{folder} holds a run that has not finished: there is no {path / 'compact'} yet")
+    return path / "compact" if (path / "compact").is_dir() else path
 
 
 def _info(options: argparse.Namespace) -> int:
@@ -307,7 +366,7 @@ def _info(options: argparse.Namespace) -> int:
     from hiap.cost import in_words, macs_of_widths
     from hiap.families import timm as family
 
-    model = hiap.load(options.folder)
+    model = hiap.load(_compact(options.folder))
     macs, dense = hiap.macs(model), macs_of_widths(model, model.hiap.dense)
     params = sum(p.numel() for p in model.parameters())
     print(f"MACs        {in_words(macs)}, {macs / dense:.1%} of {in_words(dense)}")
@@ -354,7 +413,7 @@ def _bench(options: argparse.Namespace) -> int:
     on_gpu, paper = device.type == "cuda" and not options.paper, options.paper
     networks = _networks(options)
     settings: dict[str, Any] = {
-        "batches": options.batch or [1, 256],
+        "batches": options.batch or ([1, 256] if device.type == "cuda" or paper else [1, 8]),
         "precisions": options.precision or (["fp32", "bf16"] if on_gpu else ["fp32"]),
         "modes": options.mode or (["eager", "compile"] if on_gpu else ["eager"]),
         "warmup": options.warmup or (50 if paper else 10),
@@ -384,21 +443,18 @@ def _networks(options: argparse.Namespace) -> dict[str, Any]:
         dense = _random_model(options)
         topology = find_topology(options.topology)
         return {"dense": dense, "compact": hiap.extract(dense, topology, options.round_to or 8)}
-    compact = hiap.load(options.folder)
+    compact = hiap.load(_compact(options.folder))
     if options.against == "none":
         return {"compact": compact}
     if options.against in (None, "dense"):
         return {"dense": dense_like(compact), "compact": compact}
-    return {"the other": hiap.load(options.against), "compact": compact}
+    return {"other": hiap.load(_compact(options.against)), "compact": compact}
 
 
 def _random_model(options: argparse.Namespace) -> Any:
-    import timm
+    from hiap.start import create_model
 
-    try:
-        return timm.create_model(options.model, **({"img_size": options.img_size} if options.img_size else {})).eval()
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"timm cannot make the model {options.model}: {error}") from error
+    return create_model(options.model, False, {"img_size": options.img_size} if options.img_size else {}).eval()
 
 
 def _measure(options: argparse.Namespace) -> int:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
+import reprlib
 import types
 import typing
 from dataclasses import dataclass, field
 from importlib.resources import files
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from timm.data import create_transform
@@ -23,6 +24,21 @@ from hiap.gates import GRANULARITIES
 __all__ = ["Config", "ConfigError", "help_of", "read_config", "recipes"]
 
 TRACKERS = ("tensorboard", "wandb")  # also the names of their packages and of our extras
+LONGEST = 100_000  # bytes of a configuration file
+DEEPEST = 20  # levels of a value
+LARGEST = {  # where 2**31 - 1 is too much, or too little
+    "batch_size": 2**20,
+    "dense_epochs": 10**6,
+    "epochs": 10**6,
+    "img_size": 2**14,
+    "seed": 2**63 - 1,
+    "warmup_epochs": 10**6,
+    "workers": 1024,
+}
+NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+SHORT = reprlib.Repr()
+SHORT.maxdict = SHORT.maxlist = SHORT.maxtuple = 12
+SHORT.maxstring = SHORT.maxother = 200
 
 
 class ConfigError(ValueError):
@@ -143,7 +159,7 @@ class Config:
 
     def check(self) -> None:
         """Raise one ConfigError with everything that is wrong."""
-        wrong = [f"{name} must be {need}; found {getattr(self, name)!r}" for name, need, ok in self._rules() if not ok]
+        wrong = [f"{name} must be {need}; found {SHORT.repr(getattr(self, name))}" for name, need in self._misses()]
         if self.target is not None:
             try:
                 unit = Target.parse(self.target).unit
@@ -164,6 +180,20 @@ class Config:
                 wrong.append(f"the tracker {name} is not installed: pip install 'hiap[{name}]'")
         if wrong:
             raise ConfigError("the configuration is wrong:\n  " + "\n  ".join(wrong))
+
+    def _misses(self) -> list[tuple[str, str]]:
+        """Options with what they must be and are not: what every number must be first, then rules of their own."""
+        odd = {}
+        for name, value in vars(self).items():
+            numbers = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int | float)]
+            most = LARGEST.get(name, 2**31 - 1)
+            if not all(isinstance(one, int) or math.isfinite(one) for one in numbers):
+                odd[name] = "finite"
+            elif max(numbers, default=0) > most:
+                odd[name] = f"at most {most}"
+            elif min(numbers, default=0) < -most:
+                odd[name] = f"at least {-most}"
+        return [*odd.items(), *((name, need) for name, need, ok in self._rules() if not ok and name not in odd)]
 
     def _rules(self) -> list[tuple[str, str, bool]]:
         share = "a share from 0 to 1"
@@ -221,6 +251,8 @@ class Config:
             ),
             ("checkpoint_every", "at least 1", self.checkpoint_every is None or self.checkpoint_every >= 1),
             ("clip_grad", "positive", self.clip_grad is None or self.clip_grad > 0),
+            ("img_size", "at least 1", self.img_size is None or self.img_size >= 1),
+            ("std", "positive", self.std is None or all(one > 0 for one in self.std)),
             (
                 "opt",
                 "one of timm's optimisers, of first order",
@@ -276,7 +308,7 @@ def _policy(name: str | None) -> bool:
 
 
 def _file(name: str | None) -> bool:
-    return name is None or Path(name).is_file()
+    return name is None or os.path.isfile(name)  # unlike a Path it takes any text
 
 
 def help_of() -> list[tuple[str, Any, str]]:
@@ -301,14 +333,16 @@ def read_config(source: str | os.PathLike[str] | None = None, overrides: dict[st
         values = _read_yaml(os.fspath(source))
     values |= overrides or {}
     known = {name: kind for name, kind, _ in help_of()}
-    wrong = [f"unknown option {name!r}" for name in values if name not in known]
+    values = {name: _number(value, known.get(name)) for name, value in values.items()}
+    wrong = [f"unknown option {SHORT.repr(name)}" for name in values if name not in known]
     wrong += [
-        f"{name} must be {_say(known[name])}; found {value!r}"
+        f"{name} must be {_say(known[name])}; found {SHORT.repr(value)}"
         for name, value in values.items()
         if name in known and not _fits(value, known[name])
     ]
     if wrong:
-        raise ConfigError("the configuration is wrong:\n  " + "\n  ".join(wrong))
+        more = [f"and {len(wrong) - 20} more"] if len(wrong) > 20 else []
+        raise ConfigError("the configuration is wrong:\n  " + "\n  ".join(wrong[:20] + more))
     config = Config(**values)
     config.check()
     return config
@@ -316,18 +350,79 @@ def read_config(source: str | os.PathLike[str] | None = None, overrides: dict[st
 
 def _read_yaml(source: str) -> dict[str, Any]:
     if source in recipes():
-        text = (files("hiap") / "configs" / f"{source}.yaml").read_text()
-    elif Path(source).is_file():
-        text = Path(source).read_text()
-    else:
-        raise ConfigError(f"no recipe and no file {source!r}; recipes: {', '.join(recipes())}")
+        return dict(yaml.safe_load((files("hiap") / "configs" / f"{source}.yaml").read_text()))
+    if not os.path.isfile(source):
+        if os.path.exists(source):
+            raise ConfigError(f"{source} is not a file; --config takes a YAML file or a recipe: {', '.join(recipes())}")
+        raise ConfigError(f"no recipe and no file {SHORT.repr(source)}; recipes: {', '.join(recipes())}")
     try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is not valid YAML: {error}") from error
+        with open(source, "rb") as file:
+            content = file.read(LONGEST + 1)
+        if len(content) > LONGEST:
+            raise ConfigError(f"{source} has more than {LONGEST} bytes: it is not a configuration")
+        values = yaml.load(content.decode(), _Loader)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{source} is not text in UTF-8: it is not a configuration") from error
+    except yaml.MarkedYAMLError as error:
+        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{source} is not valid YAML: {error.problem or error.context}{line}") from error
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{source} cannot be read: {str(error).splitlines()[0]}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{source} must hold options and values, one a line")
     return values
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Reads plain values of bounded size and depth: no aliases, which can grow without end, and no key twice."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        if getattr(event, "anchor", None) is not None:
+            self._refuse("anchors and aliases (& and *) are not read", event)
+        if self.depth >= DEEPEST:
+            self._refuse(f"values are nested more than {DEEPEST} deep", event)
+        self.depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self.depth -= 1
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen: set[str] = set()
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        for key in (key for key, _ in pairs if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                self._refuse(f"{SHORT.repr(key.value)} is given twice", key)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        """A value; what cannot be the number or the date that it looks like is refused where it stands."""
+        if node.tag in NUMBERS and len(node.value) > 40:
+            self._refuse(f"{SHORT.repr(node.value)} is too long for a number", node)
+        try:
+            return super().construct_object(node, deep)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            self._refuse(f"{SHORT.repr(node.value)} is no {node.tag.rpartition(':')[2]} ({error})", node)
+
+    def _refuse(self, problem: str, at: Any) -> NoReturn:
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
+
+
+def _number(value: Any, kind: Any) -> Any:
+    """A number in place of its text where one is wanted: YAML takes 1e-3, which has no point, for a text."""
+    wanted = {kind, *typing.get_args(kind)}
+    if list[float] in wanted and isinstance(value, list):
+        return [_number(one, float) for one in value]
+    if isinstance(value, str) and float in wanted:
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -338,7 +433,7 @@ def _fits(value: Any, kind: Any) -> bool:
             if isinstance(value, list) and all(_fits(one, typing.get_args(option)[0]) for one in value):
                 return True
         elif origin is dict:
-            if isinstance(value, dict):
+            if isinstance(value, dict) and all(isinstance(key, str) for key in value):
                 return True
         elif option is float:
             if isinstance(value, int | float) and not isinstance(value, bool):

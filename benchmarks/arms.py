@@ -26,8 +26,9 @@ from hiap.cost import expected_counts
 from hiap.data import Data
 from hiap.evaluate import evaluate
 from hiap.objective import cost_terms, feasibility_terms
-from hiap.start import make_teacher, model_arguments
+from hiap.start import make_teacher
 from hiap.train import Run
+from hiap.weights import model_arguments
 
 BATCHES = 26  # that one-shot rankings are estimated on
 FIVE = (*PAPER, "qk_dim")

@@ -54,9 +54,10 @@ from hiap.extract import shrink
 from hiap.families.timm import image_size, sites
 from hiap.latency import LatencyTable
 from hiap.optimize import optimize
-from hiap.start import dense_model, load_data
+from hiap.start import load_data
 from hiap.timing import device_name, materialise, precision, timings
 from hiap.train import projection_interval
+from hiap.weights import dense_model
 
 KEPT = ("top1", "top1_before", "dense_macs", "expected_macs", "undecided", "soft_top1", "hard_top1")
 OF_SEARCH = {  # options that arms without a search do not read

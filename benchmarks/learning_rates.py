@@ -24,8 +24,8 @@ from prune_tiny_imagenet import configuration
 from tiny_imagenet import CLASSES, validation_images
 
 from hiap.data import Augmentation, ByteData
-from hiap.start import dense_model
 from hiap.train import prune
+from hiap.weights import dense_model
 
 RATES = (5e-4, 2e-4, 1e-3, 1e-4, 5e-5, 2e-3)
 RUNS = {  # images a class, batch size, epochs

@@ -23,9 +23,10 @@ from hiap.data import Augmentation, ByteData
 from hiap.extract import slices
 from hiap.objective import Teacher, distillation, feature_distance, task_loss, watch_blocks, watched_blocks
 from hiap.optimizer import carry_optimizer
-from hiap.start import plan, read_weights
+from hiap.plan import plan
 from hiap.state import RunError, RunFolder, load_checkpoint
 from hiap.train import Run, prune
+from hiap.weights import read_weights
 
 TINY = {**SMALL, "dense_epochs": 0, "ema": 0.0, "mixup": 0.0, "distill_features": 0.0, "eval_every": 1000}
 
@@ -491,7 +492,7 @@ class TestConfig:
         with pytest.raises(ConfigError) as caught:
             read_config("digits", late)
         assert all(f"\n  {name} must be" in str(caught.value) for name in late)
-        with pytest.raises(ConfigError, match=r"unknown option 'epoch'\n.*lr must be float; found 'high'"):
+        with pytest.raises(ConfigError, match=r"unknown option 'epoch'\n.*lr must be float \| null; found 'high'"):
             read_config("digits", {"epoch": 3, "lr": "high"})
         for teacher in ("none", "resnet18"):
             with pytest.raises(ConfigError, match=r"0 unless the teacher is 'self' .*; found 1"):
@@ -548,11 +549,12 @@ def test_a_stopped_run_ends_bit_identical(given: dict, tmp_path: Path) -> None:
     wide = {**SMALL["model_args"], "embed_dim": 32}  # so that moments are factored
 
     def run(name: str, stop: int | None = None) -> dict[str, torch.Tensor]:
-        run = Run(tiny(**given, epochs=2, model_args=wide), tmp_path / name, True, data=noise_data(1024, 8))
+        resume = (tmp_path / name).exists()
+        run = Run(tiny(**given, epochs=2, model_args=wide), tmp_path / name, resume, data=noise_data(1024, 8))
         train_step = run.train_step
 
         def step(*batch: torch.Tensor) -> dict[str, torch.Tensor]:
-            run._terminated = run.step + 1 == stop
+            run.signals.number = signal.SIGTERM if run.step + 1 == stop else None
             return train_step(*batch)
 
         run.train_step = step

@@ -17,7 +17,8 @@ from torch import Tensor
 import hiap
 from conftest import SMALL
 from hiap.config import Config, ConfigError
-from hiap.start import check_finite, create_model, dense_model, other_teacher, read_weights, unwrapped
+from hiap.start import other_teacher
+from hiap.weights import check_finite, create_model, dense_model, read_weights, unwrapped
 
 NAME = "vit_tiny_patch16_224"
 DINO = "vit_small_patch14_reg4_dinov2"

@@ -6,11 +6,14 @@ import argparse
 import functools
 import json
 import os
+import shlex
 import statistics
 import sys
 import time
 import typing
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -53,9 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _parser().print_help()
         return 0
     try:
-        status: int = options.run(options)
+        with _plain_warnings():
+            status: int = options.run(options)
         sys.stdout.flush()
         return status
+    except KeyboardInterrupt:  # a run that could save has said so
+        print("hiap: stopped", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # whoever reads the output, `head` say, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -64,6 +71,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"hiap: {error}", file=sys.stderr)
             return 1
         raise
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Our own warnings as one line each, without the line of code they come from."""
+    usual = warnings.formatwarning
+
+    def plain(message: Warning | str, category: type[Warning], file: str, line: int, text: str | None = None) -> str:
+        ours = Path(file).parent == Path(__file__).parent and category is UserWarning
+        return f"warning: {message}\n" if ours else usual(message, category, file, line, text)
+
+    warnings.formatwarning = plain
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -87,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     prune.add_argument(
         "--out", default=None, help="folder of the run; the result is in OUT/compact (default runs/NAME)"
     )
-    prune.add_argument("--resume", action="store_true", help="go on with the run in OUT")
+    prune.add_argument("--resume", action="store_true", help="go on with the run in OUT, whose options are read there")
     prune.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
     plan = add(
         "plan",
@@ -239,6 +262,11 @@ def _config(options: argparse.Namespace) -> Any:
     from hiap.config import help_of, read_config
 
     given = {name: getattr(options, name) for name, _, _ in help_of() if getattr(options, name) is not None}
+    if getattr(options, "resume", False) and options.config is None and options.out:
+        from hiap.state import CONFIG, RunFolder
+
+        RunFolder.check(Path(options.out), resume=True)
+        return read_config(Path(options.out, CONFIG), given)
     source = options.config or (None if given.keys() & {"model", "data"} else "digits")
     return read_config(source, given)
 
@@ -248,6 +276,7 @@ def _prune(options: argparse.Namespace) -> int:
     if options.print_config:
         print(config.to_yaml(), end="")
         return 0
+    print("reading the model and the data", flush=True)
     try:
         from hiap.train import prune
     except ImportError as error:
@@ -255,12 +284,12 @@ def _prune(options: argparse.Namespace) -> int:
     out = Path(options.out or f"runs/{config.data if config.data == 'digits' else config.model}")
     result = prune(config, out, resume=options.resume)
     if result.main:
-        _report(result)
+        _report(result, config)
     return 0
 
 
-def _report(result: Any) -> None:
-    """The closing table: dense beside compact."""
+def _report(result: Any, config: Any) -> None:
+    """The closing table, dense beside compact, and what to do next."""
     from hiap.cost import in_words
 
     record = result.record
@@ -287,13 +316,22 @@ def _report(result: Any) -> None:
     more = f"; without the shrink about {saved:.0f} s more" if saved >= 0.5 and record["shrunk"] else ""
     print(f"training took {record['seconds']:.0f} s{more}")
     print(f"realised: {speed / cut:.0%} of the MAC cut of {cut:.2f}x")
+    print(f"gates: soft top-1 {record['soft_top1_start']:.2f} % at step 0; at the freeze:")
     print(
-        f"gates: soft top-1 {record['soft_top1_start']:.2f} % at step 0; at the freeze {record['undecided']:.0%} "
-        f"undecided, expected {record['expected_macs']:.1%} and hard {record['hard_macs']:.1%} of the MACs, "
-        f"soft {record['soft_top1']:.2f} % and hard {record['hard_top1']:.2f} % top-1"
+        f"  {record['undecided']:.0%} undecided, MACs expected {record['expected_macs']:.1%}, hard "
+        f"{record['hard_macs']:.1%}, top-1 soft {record['soft_top1']:.2f} %, hard {record['hard_top1']:.2f} %"
     )
-    print(f"saved in {result.folder}")
     (result.folder.parent / "report.json").write_text(json.dumps(record, indent=1) + "\n")
+    if best := record.get("best"):
+        print(f"kept the best epoch on the validation images, {best['epoch']} of {config.epochs}")
+    else:
+        print("kept the last epoch; --keep best keeps the best on the validation images")
+    run, source = shlex.quote(str(result.folder.parent)), shlex.quote(config.data)
+    split = f" --val-split {config.val_split:g}" if config.val_split else ""
+    print(f"saved in {result.folder}; next:")
+    print(f"  hiap info {run}")
+    print(f"  hiap evaluate {run} --data {source}{split}")
+    print(f"  hiap bench {run}")
 
 
 def _latency(*models: Any, batch: int = 32) -> list[float]:
@@ -310,7 +348,7 @@ def _latency(*models: Any, batch: int = 32) -> list[float]:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from hiap.start import plan
+    from hiap.plan import plan
 
     for line in plan(_config(options)):
         print(line)
@@ -324,7 +362,8 @@ def _evaluate(options: argparse.Namespace) -> int:
     from hiap.config import help_of, read_config
     from hiap.evaluate import evaluate
     from hiap.families.timm import sites
-    from hiap.start import dense_model, load_data
+    from hiap.start import load_data
+    from hiap.weights import dense_model
 
     names = [name for name, _, _ in help_of() if name in (*DENSE, *INPUT)]
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
@@ -452,7 +491,7 @@ def _networks(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _random_model(options: argparse.Namespace) -> Any:
-    from hiap.start import create_model
+    from hiap.weights import create_model
 
     return create_model(options.model, False, {"img_size": options.img_size} if options.img_size else {}).eval()
 

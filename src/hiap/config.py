@@ -62,8 +62,16 @@ class Config:
     weights: str | None = _option(None, "weights of the dense model: .safetensors, or .pth read with weights_only")
     pretrained: bool = _option(True, "start from timm's pretrained weights where no file is given")
     img_size: int | None = _option(None, "input size; the model's own by default")
-    dense_epochs: int = _option(0, "train the dense model this long first, where no weights exist")
-    dense_lr: float = _option(1e-3, "peak learning rate of that training")
+    dense_epochs: int | None = _option(
+        None,
+        "train the dense model this long first; by default a third of epochs where its weights are for other classes "
+        "than the data has, else 0",
+    )
+    dense_lr: float | None = _option(
+        None,
+        "peak learning rate of the dense epochs; by default 1e-4 * sqrt(batch_size / 256) for weights that were loaded "
+        "(ten times that for a new classifier), 1e-3 * sqrt(batch_size / 256) from scratch",
+    )
     # data
     data: str = _option(
         "digits",
@@ -134,11 +142,15 @@ class Config:
     batch_size: int = _option(256, "images a step, over all processes")
     accumulate: int = _option(1, "parts a batch is computed in")
     opt: str = _option("adamw", "optimiser of timm")
-    lr: float = _option(5e-5, "peak learning rate of the weights")
+    lr: float | None = _option(
+        None,
+        "peak learning rate of the weights; by default 5e-4 * sqrt(batch_size / 256), less where all epochs together "
+        "have more than 300,000 images",
+    )
     min_lr: float = _option(1e-6, "last learning rate")
-    warmup_epochs: float = _option(0.0, "epochs of linear warm-up")
+    warmup_epochs: float | None = _option(None, "epochs of linear warm-up; by default 5% of them")
     weight_decay: float = _option(0.05, "not applied to biases, norms and gates")
-    clip_grad: float | None = _option(None, "largest norm of the gradient")
+    clip_grad: float | None = _option(1.0, "largest norm of the gradient; 0 is off")
     ema: float = _option(0.0, "decay of an average of the weights, which is then the result; 0 is off")
     precision: str = _option("fp32", "of the training: fp32, bf16 or fp16")
     # distillation
@@ -152,6 +164,7 @@ class Config:
         "10 with a target if it teaches anyway, else 0",
     )
     # run
+    keep: str = _option("last", "the network that is the result: 'last', or 'best' on the validation images")
     seed: int = _option(0, "of everything random")
     eval_every: int = _option(1, "epochs between evaluations")
     checkpoint_every: int | None = _option(None, "steps between checkpoints; an epoch by default")
@@ -211,7 +224,7 @@ class Config:
             "sharp_start",
             "ramp_power",
         ):
-            rules.append((name, "positive", getattr(self, name) > 0))
+            rules.append((name, "positive", (value := getattr(self, name)) is None or value > 0))
         for name in ("crop", "flip", "erase", "smoothing", "distill_weight", "ema", "min_value_dims", "min_neurons"):
             rules.append((name, share, 0 <= getattr(self, name) <= 1))
         chosen = self.granularities
@@ -234,14 +247,15 @@ class Config:
             ("tau_decay", "above 0 and at most 1", 0 < self.tau_decay <= 1),
             ("precision", "fp32, bf16 or fp16", self.precision in ("fp32", "bf16", "fp16")),
             ("accounting", "exact or paper", self.accounting in ("exact", "paper")),
+            ("keep", "last or best", self.keep in ("last", "best")),
             ("gate_mode", "importance or gradient", self.gate_mode in ("importance", "gradient")),
             ("data_device", "loader, cpu or cuda", self.data_device in ("loader", "cpu", "cuda")),
             ("trackers", f"some of {', '.join(TRACKERS)}", set(self.trackers) <= set(TRACKERS)),
             *(
-                (name, "at least 0", getattr(self, name) >= 0)
+                (name, "at least 0", (getattr(self, name) or 0) >= 0)
                 for name in (
                     *("dense_epochs", "workers", "seed", "min_heads", "min_lr", "warmup_epochs", "weight_decay"),
-                    *("mixup", "cutmix"),
+                    *("mixup", "cutmix", "clip_grad"),
                 )
             ),
             (
@@ -250,7 +264,6 @@ class Config:
                 self.features_weight == 0 or (self.features_weight > 0 and self._comparable),
             ),
             ("checkpoint_every", "at least 1", self.checkpoint_every is None or self.checkpoint_every >= 1),
-            ("clip_grad", "positive", self.clip_grad is None or self.clip_grad > 0),
             ("img_size", "at least 1", self.img_size is None or self.img_size >= 1),
             ("std", "positive", self.std is None or all(one > 0 for one in self.std)),
             (
@@ -282,6 +295,11 @@ class Config:
     def taught(self) -> bool:
         """Whether there is a teacher to learn from."""
         return self.teacher != "none" and (self.distill_weight > 0 or self.features_weight > 0)
+
+    @property
+    def trained(self) -> bool:
+        """Whether the dense model begins with weights that were trained before."""
+        return self.weights is not None or self.pretrained
 
     def gate_kinds(self, qk_norm: bool) -> tuple[str, ...]:
         """What has gates: by default the paper's four, and more with a target.

@@ -11,7 +11,11 @@ from torch import nn
 
 from hiap.data import Data
 
-__all__ = ["evaluate"]
+__all__ = ["Interrupted", "evaluate"]
+
+
+class Interrupted(Exception):  # noqa: N818 (nothing is wrong)
+    """An evaluation that was asked to stop."""
 
 
 @torch.no_grad()
@@ -20,12 +24,22 @@ def evaluate(
     data: Data,
     batch: int = 256,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
-    """Top-1 and top-5 in percent, and how many images were seen. The model is used in the mode it is in."""
+    """Top-1 and top-5 in percent, and how many images were seen. The model is used in the mode it is in.
+
+    Args:
+        stop: asked before every batch.
+
+    Raises:
+        Interrupted: `stop` said so.
+    """
     right = torch.zeros(2)
     seen = 0
     device = next(model.parameters()).device
     for x, y in data.val(batch):
+        if stop():
+            raise Interrupted
         x, y = x.to(device), y.to(device)
         with autocast():
             logits = model(x)

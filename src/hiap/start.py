@@ -1,22 +1,16 @@
-"""What a run is made of: the dense model, data, teacher, schedule, cost and controller of a target; and a dry run."""
+"""What a run is made of: the dense model, data, teacher, schedule, cost and controller of a target."""
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
-import os
-import re
-import reprlib
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+import warnings
+from collections.abc import Callable
 
-import safetensors.torch
 import timm
 import torch
 from timm.data import resolve_data_config
-from torch import Tensor, nn
+from torch import nn
 
 from hiap.attach import attach, gates
 from hiap.budget import Controller, Floors, Target
@@ -28,224 +22,44 @@ from hiap.families.timm import ViT
 from hiap.images import Loading
 from hiap.latency import UNITS, LatencyCost
 from hiap.objective import Teacher
-from hiap.schedule import Schedule
+from hiap.schedule import Schedule, dense_rate, pruning_rate
+from hiap.weights import dense_model, load_weights, read_weights, short_reason
 
 __all__ = [
-    "check_finite",
+    "Setup",
     "check_parts",
-    "create_model",
-    "dense_model",
     "fit_classifier",
     "load_data",
     "make_controller",
     "make_cost",
     "make_schedule",
     "make_teacher",
-    "model_arguments",
     "normalisation",
     "note_preprocessing",
     "other_teacher",
-    "plan",
-    "read_weights",
     "steps_per_epoch",
-    "unwrapped",
 ]
 
-NESTED = ("state_dict_ema", "state_dict", "model_ema", "model")  # where training scripts put the weights
-WRAPPERS = ("module.", "model.", "backbone.", "encoder.", "vit.", "net.", "student.", "base_model.")
-STEM = "patch_embed.proj.weight"
-TOKENS = ("cls_token", "reg_token", "dist_token")
-MARKS = ("reg_token", "dist_token", "blocks.0.ls1.gamma")  # what tells kinds of ViT apart
-SIZES = {  # width and depth -> the word in timm's names
-    (192, 12): "tiny",
-    (384, 12): "small",
-    (512, 12): "medium",
-    (768, 12): "base",
-    (1024, 24): "large",
-    (1280, 32): "huge",
-    (1408, 40): "giant",
-    (1664, 48): "gigantic",
-    (1152, 27): "so400m",
-}
-DEEPEST = 256  # blocks; a thousand take timm a quarter of a minute
-SHORT = reprlib.Repr()
-SHORT.maxdict = SHORT.maxlist = SHORT.maxtuple = 12
-SHORT.maxstring = SHORT.maxlong = SHORT.maxother = 80
+ENOUGH = 200  # steps that gates and weights need to learn anything
 Normalisation = tuple[tuple[float, ...], tuple[float, ...]]  # mean and std, a value a channel
 
 
-def dense_model(config: Config) -> ViT:
-    """The model of a configuration with its weights; its own number of classes, 0 where they hold no classifier.
-
-    Raises:
-        ConfigError: timm cannot make it, or the weights cannot be had or do not fit.
-    """
-    arguments = model_arguments(config)
-    if config.weights is not None:
-        state = unwrapped(read_weights(config.weights))
-        if "head.weight" in state and state["head.weight"].ndim == 2:
-            arguments["num_classes"] = state["head.weight"].shape[0]
-        elif STEM in state and not any(name.startswith("head") for name in state):
-            arguments["num_classes"] = 0
-        model = create_model(config.model, False, arguments)
-        _load(model, state, config.weights, config.model, f"model {config.model}")
-        return model
-    if config.pretrained:  # those of the weights, so that a new classifier is noticed
-        arguments = {name: value for name, value in arguments.items() if name != "num_classes"}
-    return create_model(config.model, config.pretrained, arguments)
-
-
-def create_model(name: str, pretrained: bool, arguments: dict[str, Any]) -> Any:
-    """A model of timm; one with arguments is measured before it takes memory.
-
-    Raises:
-        ConfigError: timm does not know it or refuses the arguments, or it is larger than the memory here.
-    """
-    given = f" with {SHORT.repr(arguments)}" if arguments else ""
-    try:
-        if arguments:
-            _check_size(name, arguments)
-    except Exception as error:  # whatever the constructor of a model makes of odd arguments
-        raise ConfigError(f"timm cannot make the model {name}{given}: {_reason(error)}") from error
-    try:
-        return timm.create_model(name, pretrained=pretrained, **arguments)
-    except Exception as error:
-        if pretrained and timm.is_model(name) and not isinstance(error, TypeError):
-            raise ConfigError(
-                f"the pretrained weights of {name} cannot be had ({_reason(error)}). Pass --weights FILE, or "
-                "--no-pretrained (with --dense-epochs) to begin without"
-            ) from error
-        raise ConfigError(f"timm cannot make the model {name}{given}: {_reason(error)}") from error
-
-
-def _check_size(name: str, arguments: dict[str, Any]) -> None:
-    """Build the model without its weights, and refuse one that cannot be held."""
-    if "checkpoint_path" in arguments:
-        raise ValueError("checkpoint_path is not read; pass --weights FILE")
-    depth = arguments.get("depth")
-    if isinstance(depth, int) and depth > DEEPEST:
-        raise ValueError(f"depth must be at most {DEEPEST}; found {depth}")
-    with torch.device("meta"):
-        model = timm.create_model(name, pretrained=False, **arguments)
-    size, memory = sum(4 * p.numel() for p in model.parameters()), _memory()
-    if size > memory:
-        raise ValueError(f"its weights would take {size / 1e9:.0f} GB, the memory here is {memory / 1e9:.0f} GB")
-
-
-def _memory() -> float:
-    """Bytes of memory of the machine."""
-    try:
-        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    except (AttributeError, OSError, ValueError):  # not on every system
-        return 1e11
-
-
-def _reason(error: BaseException) -> str:
-    """The first line of an error, or its kind where it has no words."""
-    lines = str(error).strip().splitlines()
-    first = lines[0] if lines else ""
-    kind = type(error).__name__
-    if not first:
-        return kind
-    first = first if len(first) <= 300 else first[:300] + "..."
-    return f"{kind}: {first}" if isinstance(error, KeyError) else first
-
-
-def _load(model: nn.Module, state: dict[str, Tensor], file: str, name: str, what: str) -> None:
-    """Give a model its weights.
-
-    Raises:
-        ConfigError: with what differs, and what the weights look like.
-    """
-    own = model.state_dict()
-    if own.keys() != state.keys():
-        state = unwrapped(state)
-    other = [key for key in own if key in state and own[key].shape != state[key].shape]
-    missing, more = [key for key in own if key not in state], [key for key in state if key not in own]
-    parts = []
-    if other:
-        sizes = " in the file, ".join(_by(one[other[0]].shape) for one in (state, own))
-        parts.append(f"size of {other[0]} is {sizes} in the model{_and_more(len(other) - 1)}")
-    for keys, verb in ((missing, "lacks"), (more, "holds unknown")):
-        if keys:
-            parts.append(f"the file {verb} {', '.join(keys[:3])}{_and_more(len(keys) - 3)}")
-    if parts:
-        guess = _guess(model, state, name)
-        raise ConfigError(f"{file} does not fit the {what}: {'; '.join(parts)}" + (f"\n  {guess}" if guess else ""))
-    model.load_state_dict(state)
-
-
-def _by(shape: Iterable[int]) -> str:
-    return "x".join(map(str, shape)) or "a number"
-
-
-def _and_more(count: int) -> str:
-    return f" (and {count} more)" if count > 0 else ""
-
-
-def _guess(model: Any, state: dict[str, Tensor], name: str) -> str | None:
-    """What to pass for weights that do not fit a ViT, as far as their sizes tell."""
-    own = model.state_dict()
-    if STEM not in own or STEM not in state or state[STEM].ndim != 4 or not hasattr(model, "blocks"):
-        return None
-    width, _, patch, _ = state[STEM].shape
-    depth = len({found[1] for key in state if (found := re.match(r"blocks\.(\d+)\.", key))})
-    tokens = {key: state[key].shape[1] for key in TOKENS if key in state and state[key].ndim == 3}
-    size = _image_size(model, state, tokens)
-    like = (width, depth, patch, [key in state for key in MARKS])
-    if like == (own[STEM].shape[0], len(model.blocks), own[STEM].shape[2], [key in own for key in MARKS]):
-        if size and size != model.patch_embed.img_size[0]:
-            return f"these look like weights for img_size {size}: pass --img-size {size}"
-        return None
-    word = SIZES.get((width, depth))
-    if word is None:
-        return None
-    kinds = [re.sub("|".join(SIZES.values()), word, re.sub(r"patch\d+", f"patch{patch}", name))]
-    if "dist_token" in state:
-        kinds.insert(0, f"deit_{word}_distilled_patch{patch}_224")
-    elif "dist_token" in own:
-        kinds.insert(0, f"deit_{word}_patch{patch}_224")
-    elif "blocks.0.ls1.gamma" in state:
-        registers = f"reg{tokens['reg_token']}_" if "reg_token" in tokens else ""
-        kinds += [f"vit_{word}_patch{patch}_{registers}dinov2", f"deit3_{word}_patch{patch}_224"]
-    kinds.append(f"vit_{word}_patch{patch}_224")
-    best = next((kind for kind in kinds if kind != name and timm.is_model(kind)), None)
-    if best is None:
-        return None
-    preset = timm.get_pretrained_cfg(best)
-    at = f" --img-size {size}" if size and preset and size != preset.input_size[-1] else ""
-    return f"looks like {best} (width {width}, {depth} blocks, patch {patch}): pass --model {best}{at}"
-
-
-def _image_size(model: Any, state: dict[str, Tensor], tokens: dict[str, int]) -> int | None:
-    """The size of the square images that position embeddings are for; some models have them for patches alone."""
-    if "pos_embed" not in state or state["pos_embed"].ndim != 3:
-        return None
-    prefixes = [sum(tokens.values()), 0]
-    for prefix in reversed(prefixes) if getattr(model, "no_embed_class", False) else prefixes:
-        patches = max(state["pos_embed"].shape[1] - prefix, 0)
-        side = math.isqrt(patches)
-        if side and side * side == patches:
-            return side * int(state[STEM].shape[2])
-    return None
-
-
-def fit_classifier(config: Config, model: ViT, classes: int) -> None:
-    """Give the model as many classes as the data has.
+def fit_classifier(config: Config, model: ViT, classes: int) -> bool:
+    """Give the model as many classes as the data has. Returns whether its classifier is new.
 
     Raises:
         ConfigError: it would have to teach itself with a new, random classifier.
     """
     if model.num_classes == classes:
-        return
-    trained = config.weights is not None or config.pretrained
-    if trained and config.teacher == "self" and config.taught and not config.dense_epochs:
+        return False
+    if config.trained and config.dense_epochs == 0 and config.teacher == "self" and config.taught:
         raise ConfigError(
-            f"the weights of {config.model} are for {model.num_classes} classes, the data has {classes}: with a new "
-            "classifier the dense model has nothing to teach. Pass --weights FILE of one trained on this data, "
-            "--dense-epochs N to train it first, or --teacher none"
+            f"the weights of {config.model} are for {model.num_classes or 'no'} classes, the data has {classes}: with "
+            "a new classifier the dense model has nothing to teach. Pass --weights FILE of one trained on this data, "
+            "--dense-epochs N to fine-tune it first, or --teacher none"
         )
     model.reset_classifier(classes)
+    return True
 
 
 def other_teacher(config: Config, classes: int, channels: int) -> nn.Module | None:
@@ -263,12 +77,12 @@ def other_teacher(config: Config, classes: int, channels: int) -> nn.Module | No
         )
     except Exception as error:
         raise ConfigError(
-            f"the teacher {config.teacher} cannot be had ({_reason(error)}). Pass --teacher-weights FILE, or "
+            f"the teacher {config.teacher} cannot be had ({short_reason(error)}). Pass --teacher-weights FILE, or "
             "--teacher self"
         ) from error
     if given is not None:
         what = f"teacher {config.teacher} with the {classes} classes of the data"
-        _load(model, read_weights(given), given, config.teacher, what)
+        load_weights(model, read_weights(given), given, config.teacher, what)
     own = getattr(model, "num_classes", None), resolve_data_config({}, model=model)["input_size"][0]
     if own != (classes, channels):
         raise ConfigError(
@@ -289,88 +103,6 @@ def make_teacher(config: Config, dense: ViT, norm: Normalisation, other: nn.Modu
     found = resolve_data_config({}, model=other)
     own = tuple(found["mean"]), tuple(found["std"])
     return Teacher(other, norm, own, found["input_size"][1:], device, dtype)
-
-
-def model_arguments(config: Config) -> dict[str, Any]:
-    """What `timm.create_model` is given besides the name."""
-    return config.model_args | ({} if config.img_size is None else {"img_size": config.img_size})
-
-
-def read_weights(path: str) -> dict[str, Tensor]:
-    """Tensors of a .safetensors file, or of one that `torch.load` reads without running code.
-
-    Raises:
-        ConfigError: it is neither, or its values are not finite.
-    """
-    try:
-        if path.endswith(".safetensors"):
-            state: Any = safetensors.torch.load_file(path)
-        else:
-            with _harmless():
-                state = torch.load(path, map_location="cpu", weights_only=True)
-            if isinstance(state, dict):
-                state = next((state[key] for key in NESTED if isinstance(state.get(key), dict)), state)
-        _check_tensors(state)
-        state = {name: tensor.float() for name, tensor in state.items()}
-    except Exception as error:  # a file that is something else fails anywhere in the reader
-        raise ConfigError(
-            f"{path} does not hold weights: a .safetensors or .pth file of tensors is needed ({_reason(error)})"
-        ) from error
-    check_finite(state, path)
-    return dict(state)
-
-
-def _check_tensors(state: Any) -> None:
-    if not isinstance(state, dict):
-        raise TypeError(f"it holds a {type(state).__name__}")
-    if not state:
-        raise ValueError("it holds nothing")
-    if "param_groups" in state and "state" in state:
-        raise TypeError("it holds the state of an optimiser")
-    for name, value in state.items():
-        if not isinstance(name, str):
-            raise TypeError(f"the name {SHORT.repr(name)} is no text")
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{SHORT.repr(name)} is of type {type(value).__name__}, not a tensor")
-        if value.layout != torch.strided or value.is_meta or value.is_quantized:
-            raise TypeError(f"{SHORT.repr(name)} is sparse, quantised or without values")
-
-
-def check_finite(state: dict[str, Tensor], file: str) -> None:
-    """Refuse weights with values that are not finite.
-
-    Raises:
-        ConfigError: with the first of them.
-    """
-    wrong = [name for name, tensor in state.items() if not bool(tensor.isfinite().all())]
-    if wrong:
-        raise ConfigError(
-            f"{file} holds values that are not finite, in {wrong[0]}{_and_more(len(wrong) - 1)}: the run that wrote it "
-            "has diverged, or the file is damaged"
-        )
-
-
-def unwrapped(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights by the names they have in the bare model: what compilers, wrappers and whole systems add is taken off.
-
-    A prefix goes where at least nine tenths of the tensors have it: a classifier may stand beside a backbone.
-    """
-    state = {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
-    while True:
-        shared = (w for w in WRAPPERS if sum(name.startswith(w) for name in state) >= 0.9 * len(state))
-        prefix = next(shared, None)
-        if prefix is None:
-            return state
-        bare = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-        if len(bare) < len(state):  # two tensors would have one name
-            return state
-        state = bare
-
-
-def _harmless() -> AbstractContextManager[Any]:
-    """Let `torch.load` read the options that training scripts of timm save beside the weights."""
-    allowed = getattr(torch.serialization, "safe_globals", None)  # torch 2.5
-    return nullcontext() if allowed is None else allowed([argparse.Namespace])
 
 
 def normalisation(config: Config, model: ViT) -> Normalisation:
@@ -439,38 +171,6 @@ def check_parts(config: Config, processes: int = 1) -> None:
         )
 
 
-def plan(config: Config) -> list[str]:
-    """What a run would do, in lines; nothing is trained or written.
-
-    Raises:
-        ConfigError, BudgetError, UnsupportedModelError: what the run itself would refuse.
-    """
-    config.check()
-    check_parts(config)
-    model = dense_model(config)
-    family.sites(model)
-    data = load_data(config, model, torch.device("cpu"))
-    fit_classifier(config, model, data.classes)
-    other_teacher(config, data.classes, model.patch_embed.proj.in_channels)
-    kinds = config.gate_kinds(any(site.qk_norm for site in family.sites(model)))
-    dense = macs(model)
-    gated = attach(model, kinds, config.keep_blocks)
-    per_epoch = steps_per_epoch(config, data)
-    dense_first = f"{config.dense_epochs} epochs of the dense model, then " if config.dense_epochs else ""
-    lines = [
-        f"model    {config.model}: {dense / 1e9:.4f} G MACs, {len(family.sites(model))} blocks",
-        f"data     {data.train_size} training and {data.val_size} validation images, {data.classes} classes",
-        f"gates    {sum(gate.logit.numel() for gate in gates(gated))} ({', '.join(kinds)})",
-        f"run      {dense_first}{config.epochs} epochs of {per_epoch} steps",
-    ]
-    if config.target:
-        controller = make_controller(gated, config, make_cost(gated, config), config.epochs * per_epoch)
-        whole, say = controller.dense_cost, controller.cost.say
-        lines.append(f"reach    {controller.low / whole:.1%} to 100% of the dense cost, {say(whole)}")
-        lines.append(f"target   {config.target} = {controller.target / whole:.1%} ({say(controller.target)})")
-    return lines
-
-
 def make_cost(model: ViT, config: Config) -> Cost:
     """The cost a configuration's target or penalties are about."""
     target = Target.parse(config.target) if config.target else None
@@ -505,3 +205,107 @@ def make_controller(model: ViT, config: Config, cost: Cost, steps: int) -> Contr
     ratio = (config.ratio[0], config.ratio[1])
     target = Target.parse(config.target).absolute(dense)
     return Controller(model, cost, target, ratio, floors, config.round_to, config.gate_mode, window)
+
+
+class Setup:
+    """Everything a run is made of, made and checked before anything is written: `plan` prints it, `prune` trains it.
+
+    Args:
+        data, cost, model: of one's own, instead of what the configuration names.
+
+    Attributes:
+        model: the dense model, on the CPU, with as many classes as the data has.
+        new_classifier: whether its classifier is random while the rest was trained before.
+        kinds: what gets gates.
+        per_epoch: steps of an epoch.
+        lr, dense_lr: peak learning rates.
+        controller: of a gated copy of the model, if there is a target.
+
+    Raises:
+        ConfigError, BudgetError, UnsupportedModelError, CheckpointError: whatever would make the run fail later.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device,
+        data: Data | None = None,
+        cost: Callable[[ViT], Cost] | None = None,
+        model: nn.Module | None = None,
+        processes: int = 1,
+    ) -> None:
+        self.config = config
+        config.check()
+        check_parts(config, processes)
+        dense: ViT = dense_model(config) if model is None else copy.deepcopy(model).cpu()
+        self.model = dense
+        self.trained = config.trained or model is not None
+        sites = family.sites(self.model)
+        self.norm = normalisation(config, self.model)
+        self.data = data or load_data(config, self.model, device)
+        self.new_classifier = fit_classifier(config, self.model, self.data.classes) and self.trained
+        note_preprocessing(self.model, self.norm, self.data)
+        self.dense_epochs = self._dense_epochs()
+        self.per_epoch = steps_per_epoch(config, self.data)
+        self.schedule = make_schedule(config, config.epochs * self.per_epoch)
+        self.lr = config.lr or pruning_rate(config.batch_size, self.schedule.total * config.batch_size)
+        self.dense_lr = config.dense_lr or dense_rate(config.batch_size, self.trained)
+        self.other_teacher = other_teacher(config, self.data.classes, dense.patch_embed.proj.in_channels)
+        self.make_cost = cost or (lambda gated: make_cost(gated, config))
+        self.dense_macs = macs(self.model)
+        self.kinds = config.gate_kinds(any(site.qk_norm for site in sites))
+        gated = attach(copy.deepcopy(self.model), self.kinds, config.keep_blocks)
+        self.gates = sum(gate.logit.numel() for gate in gates(gated))
+        self.controller = self.control(gated) if config.target else None
+
+    def _dense_epochs(self) -> int:
+        config = self.config
+        if config.dense_epochs is not None:
+            return config.dense_epochs
+        needed = self.new_classifier and config.teacher == "self" and config.taught
+        return math.ceil(config.epochs / 3) if needed else 0
+
+    def control(self, gated: ViT) -> Controller:
+        """The controller of the target for a gated model."""
+        return make_controller(gated, self.config, self.make_cost(gated), self.schedule.total)
+
+    def warn(self) -> None:
+        """Say what is likely to disappoint."""
+        config, steps = self.config, self.schedule.total
+        if steps < ENOUGH:
+            images = self.per_epoch * config.batch_size
+            smaller = 2 ** max(0, int(math.log2(max(1, images * config.epochs / ENOUGH))))
+            mend = f"--batch-size {smaller}" if smaller >= 8 else f"--epochs {math.ceil(ENOUGH / self.per_epoch)}"
+            warnings.warn(
+                f"the run has only {steps} steps ({config.epochs} epochs of {self.per_epoch}), too few to learn what "
+                f"to prune and to recover: pass {mend}, for about {ENOUGH} steps",
+                stacklevel=2,
+            )
+        if not self.trained and not self.dense_epochs and config.teacher == "self" and config.taught:
+            warnings.warn(
+                "the dense model has random weights and is its own teacher, so it teaches nothing: pass --weights "
+                "FILE, --dense-epochs N to train it first, or --teacher none",
+                stacklevel=2,
+            )
+
+    def lines(self) -> list[str]:
+        """What the run is, in lines of at most 80 columns."""
+        config, data = self.config, self.data
+        name = config.model if len(config.model) <= 40 else f"{config.model[:37]}..."
+        lines = [
+            f"model    {name}: {self.dense_macs / 1e9:.4f} G MACs, {len(self.model.blocks)} blocks",
+            f"data     {data.train_size} training and {data.val_size} validation images, {data.classes} classes",
+            f"gates    {self.gates} ({', '.join(self.kinds)})",
+        ]
+        if self.dense_epochs:
+            what = "fine-tuned" if self.trained else "trained"
+            why = ", with a new classifier" if self.new_classifier else ""
+            epochs = f"{self.dense_epochs} epoch{'s' if self.dense_epochs > 1 else ''}"
+            lines.append(f"dense    {what} first for {epochs}, learning rate {self.dense_lr:.1e}{why}")
+        lines.append(f"run      {config.epochs} epochs of {self.per_epoch} steps, learning rate {self.lr:.1e}")
+        if self.controller:
+            whole, say = self.controller.dense_cost, self.controller.cost.say
+            goal = self.controller.target
+            lines.append(f"reach    {self.controller.low / whole:.1%} to 100% of the dense cost, {say(whole)}")
+            lines.append(f"target   {config.target} = {goal / whole:.1%} ({say(goal)})")
+        return lines

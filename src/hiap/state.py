@@ -15,10 +15,15 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import safetensors.torch
+import yaml
 from safetensors import SafetensorError
 from torch import Tensor
 
-__all__ = ["RunError", "RunFolder", "checkpoints", "load_checkpoint"]
+__all__ = ["CONFIG", "RunError", "RunFolder", "checkpoints", "load_checkpoint", "load_dense"]
+
+CONFIG, DENSE = "config.yaml", "dense.safetensors"
+FREE = ("workers", "trackers", "strict_data", "checkpoint_every")  # may change from one part of a run to the next
+PATHS = ("data", "weights", "teacher_weights", "cost")
 
 
 class RunError(RuntimeError):
@@ -29,11 +34,13 @@ class RunFolder:
     """The folder a run writes to; held by a lock until the process ends. Without a checkpoint it holds no run yet.
 
     Raises:
-        RunError: the folder is in use, holds another run, or holds a run and `resume` was not asked for.
+        RunError: the folder is in use, holds another run, holds a run and `resume` was not asked for, or holds none and
+            it was.
     """
 
     def __init__(self, path: str | os.PathLike[str], config: str, resume: bool) -> None:
         self.path = Path(path)
+        self.check(self.path, resume)
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock: TextIO = (self.path / ".lock").open("w")
         try:
@@ -42,20 +49,25 @@ class RunFolder:
             raise RunError(f"{self.path} is in use by another run") from error
         for left in self.path.glob(".checkpoint.*"):  # by a run that was killed while it saved
             shutil.rmtree(left, ignore_errors=True)
-        file = self.path / "config.yaml"
-        if file.exists() and checkpoints(self.path):
-            if not resume:
-                raise RunError(f"{self.path} holds a run: pass --resume to go on with it, or another --out")
-            found = file.read_text()
-            if found != config:
-                changed = [
-                    f"{b} (was: {a})" for a, b in zip(found.splitlines(), config.splitlines(), strict=False) if a != b
-                ]
-                raise RunError(f"{self.path} holds a run of another configuration: {'; '.join(changed[:5])}")
+        file = self.path / CONFIG
+        if checkpoints(self.path):
+            _compare(self.path, file.read_text(), config)
         else:
             partial = file.with_suffix(".partial")
             partial.write_text(config)
             partial.replace(file)
+
+    @staticmethod
+    def check(path: Path, resume: bool) -> None:
+        """Refuse a folder that a run cannot begin in, or go on in."""
+        begun = (path / CONFIG).is_file()
+        if checkpoints(path):
+            if not begun:
+                raise RunError(f"{path} holds checkpoints but no {CONFIG}: put it back, or pass another --out")
+            if not resume:
+                raise RunError(f"{path} holds a run: pass --resume to go on with it, or another --out")
+        elif resume and not begun:
+            raise RunError(f"{path} holds no run to resume: leave out --resume to begin one there")
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> Path:
         """Write a checkpoint and remove the ones before it.
@@ -86,21 +98,88 @@ class RunFolder:
         return target
 
     def log(self, record: dict[str, Any]) -> None:
-        """Append one line to metrics.jsonl."""
-        with (self.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        """Append one line to metrics.jsonl.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        try:
+            with (self.path / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise RunError(f"{self.path / 'metrics.jsonl'} cannot be written: {error}") from error
 
     def rewind(self, step: int) -> None:
         """Drop what metrics.jsonl says of the steps from this one on: they will be done again."""
         file = self.path / "metrics.jsonl"
         if file.exists():
-            kept = [line for line in file.read_text().splitlines() if _step_of(line) < step]
+            kept = [line for line in file.read_text(errors="replace").splitlines() if _step_of(line) < step]
             partial = file.with_suffix(".partial")
             partial.write_text("".join(line + "\n" for line in kept))
             partial.replace(file)
 
+    def save_dense(self, tensors: dict[str, Tensor]) -> None:
+        """Write the weights of the dense model, which the search begins with.
+
+        Raises:
+            RunError: they cannot be written; the last checkpoint is whole.
+        """
+        partial = self.path / "dense.partial"
+        try:
+            safetensors.torch.save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, partial)
+            partial.replace(self.path / DENSE)
+        except (OSError, SafetensorError) as error:
+            partial.unlink(missing_ok=True)
+            kept = next(reversed(checkpoints(self.path)), None)
+            raise RunError(
+                f"{self.path / DENSE} cannot be written ({error}); the last good checkpoint is {kept}"
+            ) from error
+
     def close(self) -> None:
         self._lock.close()
+
+
+def load_dense(folder: Path) -> dict[str, Tensor]:
+    """The weights that `save_dense` wrote.
+
+    Raises:
+        RunError: they are missing or damaged.
+    """
+    try:
+        return safetensors.torch.load_file(folder / DENSE)
+    except (OSError, SafetensorError) as error:
+        raise RunError(
+            f"{folder / DENSE} is missing or damaged ({error}), and the run needs it: begin again with another --out"
+        ) from error
+
+
+def _compare(folder: Path, found: str, wanted: str) -> None:
+    """Refuse to go on with another configuration, but for what does not change the result."""
+    try:
+        old, new = (yaml.safe_load(text) or {} for text in (found, wanted))
+    except yaml.YAMLError as error:
+        raise RunError(f"{folder / CONFIG} is damaged ({str(error).splitlines()[0]}); put it back") from error
+    if not isinstance(old, dict):
+        raise RunError(f"{folder / CONFIG} is damaged: it must hold options and values; put it back")
+    free = {*FREE, *(() if new.get("keep") == "best" else ("eval_every",))}
+    changed = [key for key in new if key not in free and not _same(key, old.get(key, new[key]), new[key])]
+    if not changed:
+        return
+    if changed == ["epochs"] and new["epochs"] > old["epochs"]:
+        raise RunError(
+            f"{folder} holds a run of {old['epochs']} epochs: its learning rate and its budget follow that length, so "
+            f"it cannot be made longer. A longer one is a new run: leave out --resume, and pass --epochs "
+            f"{new['epochs']} and another --out"
+        )
+    text = "; ".join(f"{key}: {new[key]} (was: {key}: {old.get(key)})" for key in changed[:5])
+    raise RunError(f"{folder} holds a run of another configuration: {text}")
+
+
+def _same(key: str, old: Any, new: Any) -> bool:
+    """Whether two values of an option mean the same: paths may be spelt differently."""
+    if key in PATHS and isinstance(old, str) and isinstance(new, str):
+        return os.path.realpath(old) == os.path.realpath(new)
+    return bool(old == new)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -120,7 +199,9 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | 
     try:
         tensors = safetensors.torch.load_file(found[-1] / "state.safetensors")
         state = json.loads((found[-1] / "state.json").read_text())
-    except (OSError, ValueError, SafetensorError) as error:
+        if not isinstance(state, dict):
+            raise ValueError("state.json is not an object")
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise RunError(f"checkpoint {found[-1]} is damaged ({error}); remove it to start again") from error
     return tensors, state
 
@@ -128,5 +209,5 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | 
 def _step_of(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return float("inf")  # a line that was cut off

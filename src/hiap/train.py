@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.torch
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from timm.data import Mixup
@@ -37,10 +35,12 @@ from hiap.compact import Widths
 from hiap.config import Config
 from hiap.cost import Cost, MacCost, expected_counts, macs, macs_of_widths
 from hiap.data import Data, mix_seed
-from hiap.evaluate import evaluate
+from hiap.errors import CheckpointError
+from hiap.evaluate import Interrupted, evaluate
 from hiap.extract import extract, slices
 from hiap.families import timm as family
 from hiap.families.timm import ViT
+from hiap.interrupt import Signals
 from hiap.latency import LatencyCost
 from hiap.measuring import network_cost
 from hiap.objective import (
@@ -55,21 +55,8 @@ from hiap.objective import (
 )
 from hiap.optimizer import carry_optimizer, group_counters, pack_optimizer, set_group_counters, unpack_optimizer
 from hiap.progress import Progress, Stopwatch, epoch_line
-from hiap.start import (
-    check_parts,
-    dense_model,
-    fit_classifier,
-    load_data,
-    make_controller,
-    make_cost,
-    make_schedule,
-    make_teacher,
-    normalisation,
-    note_preprocessing,
-    other_teacher,
-    steps_per_epoch,
-)
-from hiap.state import RunError, RunFolder, checkpoints, load_checkpoint
+from hiap.start import Setup, make_teacher
+from hiap.state import RunError, RunFolder, checkpoints, load_checkpoint, load_dense
 from hiap.timing import device_name, precision
 from hiap.topology import Topology, harden, set_topology
 
@@ -78,6 +65,10 @@ __all__ = ["Result", "Run", "prune"]
 PROJECTIONS = 100  # times the budget moves in a run
 ALIGNING = 512  # images, at least, that the axes of heads are found on
 FACTS = ("top1", "hard_macs", "cost", "open_heads", "open_blocks")  # that the live line shows
+WORDS = {"weights": "weights", "teacher_weights": "weights", "cost": "table"}
+INPUTS = tuple(WORDS)  # files that must not change between two parts of a run
+NEW = 10.0  # times faster a new classifier learns than the trained rest of a dense model
+WARMUP = 0.05  # share of the epochs, by default
 
 
 @dataclass(frozen=True)
@@ -98,19 +89,23 @@ def prune(
     resume: bool = False,
     data: Data | None = None,
     cost: Callable[[ViT], Cost] | None = None,
+    model: nn.Module | None = None,
 ) -> Result:
     """Run the whole phase and save the compact model in `out/compact`.
 
     Args:
         data: batches of one's own, instead of what `config.data` names.
         cost: makes a cost of one's own from the gated model; `config.target` is then a share of its dense value.
+        model: a trained timm ViT of one's own, instead of what `config.model` and `config.weights` name. It is not
+            changed.
 
     Raises:
         ConfigError, BudgetError, UnsupportedModelError: before any work.
-        RunError: the folder is in use or holds another run; the loss is not finite; a checkpoint cannot be written.
+        RunError: the folder is in use, holds another run or none to resume; the loss is not finite; memory or disk are
+            full. The last checkpoint is whole.
+        KeyboardInterrupt, SystemExit: after SIGINT or SIGTERM, once a checkpoint is saved.
     """
-    config.check()
-    return Run(config, out, resume, data, cost).go()
+    return Run(config, out, resume, data, cost, model).go()
 
 
 def projection_interval(search: int) -> int:
@@ -128,9 +123,10 @@ class Run:
         resume: bool = False,
         data: Data | None = None,
         cost: Callable[[ViT], Cost] | None = None,
+        model: nn.Module | None = None,
     ) -> None:
+        config.check()
         self.config, self.out = config, Path(out)
-        self.make_cost = cost or (lambda model: make_cost(model, config))
         handlers = [DistributedDataParallelKwargs(broadcast_buffers=False)]
         self.accelerator = Accelerator(
             cpu=not (torch.cuda.is_available() or torch.backends.mps.is_available()),
@@ -142,47 +138,34 @@ class Run:
         self.device, self.main = self.accelerator.device, self.accelerator.is_main_process
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
         torch.manual_seed(mix_seed(config.seed))  # what is not loaded is drawn: a new classifier, or all of it
-        model = dense_model(config)
-        family.sites(model)
-        self.norm = normalisation(config, model)
-        self.data = data or load_data(config, model, self.device)
-        fit_classifier(config, model, self.data.classes)
-        note_preprocessing(model, self.norm, self.data)
-        self.dense = model.to(self.device)
-        self.dense_macs = macs(model)
-        self.per_epoch = steps_per_epoch(config, self.data)
-        self.schedule = make_schedule(config, config.epochs * self.per_epoch)
-        self.projected_every = projection_interval(self.schedule.freeze)
-        self.stop = (config.stop_after or config.epochs) * self.per_epoch
-        self.other_teacher = other_teacher(config, self.data.classes, model.patch_embed.proj.in_channels)
-        check_parts(config, self.world)
         if self.main:
             check_target(self.out / "compact")
-        self._plan()  # refuses what cannot be reached, before the folder is made
+            RunFolder.check(self.out, resume)
+        self.parts = parts = Setup(config, self.device, data, cost, model, self.world)
+        self.data, self.norm, self.dense_macs = parts.data, parts.norm, parts.dense_macs
+        self.per_epoch, self.schedule, self.kinds = parts.per_epoch, parts.schedule, parts.kinds
+        self.dense = parts.model.to(self.device)
+        self.projected_every = projection_interval(self.schedule.freeze)
+        self.stop = (config.stop_after or config.epochs) * self.per_epoch
         self.folder = RunFolder(out, config.to_yaml(), resume) if self.main else None
         self.accelerator.wait_for_everyone()
         self.record: dict[str, Any] = {
             "dense_macs": self.dense_macs,
-            "dense_params": sum(p.numel() for p in model.parameters()),
+            "dense_params": sum(p.numel() for p in self.dense.parameters()),
+            "lr": parts.lr,
         }
-        if config.cost:
-            self.record["cost_digest"] = hashlib.sha256(Path(config.cost).read_bytes()).hexdigest()
-        self.stage, self.step, self.seconds = "dense" if config.dense_epochs else "search", 0, 0.0
+        for name in INPUTS:
+            if file := getattr(config, name):
+                self.record[f"{name}_digest"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+        self.stage, self.step, self.seconds = "dense" if parts.dense_epochs else "search", 0, 0.0
         self.topology: Topology | None = None
         self.facts: dict[str, Any] = {}
         self.controller: Controller | None = None
         self.teacher: Teacher | None = None
-        self._terminated = False
-        self.progress = Progress(self.main)
-
-    def _plan(self) -> None:
-        self.kinds = self.config.gate_kinds(any(site.qk_norm for site in family.sites(self.dense)))
-        gated = attach(copy.deepcopy(self.dense), self.kinds, self.config.keep_blocks)
-        if self.config.target:
-            self._controller(gated)
-
-    def _controller(self, model: ViT) -> Controller:
-        return make_controller(model, self.config, self.make_cost(model), self.schedule.total)
+        self.pending: dict[str, Any] | None = None  # what is known of an epoch that is not evaluated yet
+        self.best: dict[str, Tensor] = {}  # weights of the best epoch, where it is kept
+        self.signals = Signals(loud=self.main)
+        self.progress = Progress(self.main, parts.dense_epochs * self.per_epoch + self.stop)
 
     # -- stages ---------------------------------------------------------------------------------------------------
 
@@ -197,20 +180,20 @@ class Run:
             self.raw = self.dense
         elif self.stage == "search":
             self.start = copy.deepcopy(self.dense).cpu().eval()
-            self.teacher = make_teacher(config, self.dense, self.norm, self.other_teacher)
+            self.teacher = make_teacher(config, self.dense, self.norm, self.parts.other_teacher)
             if fresh and (config.align_heads if config.align_heads is not None else config.target):
                 self._align()
             self.raw = attach(self.dense, self.kinds, config.keep_blocks, logit=config.start_logit, seed=config.seed)
-            self.cost = self.make_cost(self.raw)
+            self.cost = self.parts.make_cost(self.raw)
             if config.target:
-                self.controller = self._controller(self.raw)
+                self.controller = self.parts.control(self.raw)
                 self.controller.project(self.controller.dense_cost, self.schedule.sharpness(0))
         self._prepare()
 
     def _align(self) -> None:
         """Turn the dims of heads to axes that can be cut, those of the kinds that have gates."""
         queries, values = "qk_dim" in self.kinds, "value_dim" in self.kinds
-        batches = self.data.train(self.config.dense_epochs, 0, self.config.batch_size, self.rank, self.world)
+        batches = self.data.train(self.parts.dense_epochs, 0, self.config.batch_size, self.rank, self.world)
         images = (x.to(self.device) for x, _ in islice(batches, -(-ALIGNING // self.config.batch_size)))
         if queries or values:
             align_heads(self.dense, images, queries=queries, values=values, reduce=self._mean)
@@ -220,18 +203,22 @@ class Run:
         learned = self.stage == "search" and not (config.target and config.gate_mode == "importance")
         *groups, logits = parameter_groups(self.raw, config.weight_decay, config.gate_lr)
         groups = [group for group in (*groups, logits) if group["params"] and (learned or group is not logits)]
-        peak = config.dense_lr if self.stage == "dense" else config.lr
+        dense = self.stage == "dense"
+        peak = self.parts.dense_lr if dense else self.parts.lr
+        if dense and self.parts.new_classifier:
+            groups = _faster_classifier(self.raw, groups, peak * NEW)
         self.optimizer = create_optimizer_v2(groups, opt=config.opt, lr=peak, weight_decay=config.weight_decay)
-        epochs = config.dense_epochs if self.stage == "dense" else config.epochs
+        epochs = self.parts.dense_epochs if dense else config.epochs
+        warmup = WARMUP * epochs if config.warmup_epochs is None else min(config.warmup_epochs, epochs)
         self.rate = CosineLRScheduler(
             self.optimizer,
             t_initial=epochs * self.per_epoch,
             lr_min=config.min_lr,
-            warmup_t=round(config.warmup_epochs * self.per_epoch),
+            warmup_t=round(warmup * self.per_epoch),
             warmup_lr_init=config.min_lr,
             t_in_epochs=False,
         )
-        self.average = ModelEmaV3(self.raw, decay=config.ema) if config.ema and self.stage != "dense" else None
+        self.average = ModelEmaV3(self.raw, decay=config.ema) if config.ema and not dense else None
         self.accelerator.free_memory()
         self.model, self.stepper = self.accelerator.prepare(self.raw, self.optimizer)
 
@@ -276,16 +263,17 @@ class Run:
     def go(self) -> Result:
         """Train from wherever the run is to its end, and save the result."""
         try:
-            with self._signals():
+            with self.signals, self._explained():
                 self.resume_or_begin()
                 if self.config.trackers:
                     self._start_trackers()
                 if self.stage == "dense":
-                    self._stage_loop(self.config.dense_epochs * self.per_epoch)
+                    self._stage_loop(self.parts.dense_epochs * self.per_epoch)
                     self._end_dense()
                 self._stage_loop(self.stop)
                 return self._finish()
         finally:
+            self.progress.close()
             if self.folder is not None:
                 self.folder.close()
 
@@ -295,22 +283,22 @@ class Run:
 
     def _stage_loop(self, end: int) -> None:
         epoch, position = divmod(self.step, self.per_epoch)
-        first, watch = self.step, Stopwatch()
-        self.progress.restart()
+        watch, self.signals.patient = Stopwatch(), True
+        if self.pending is not None:
+            self._log()
         while self.step < end:
             spent, done = 0.0, self.per_epoch - position
-            offset = 0 if self.stage == "dense" else self.config.dense_epochs
+            offset = 0 if self.stage == "dense" else self.parts.dense_epochs
             batches = self.data.train(epoch + offset, position, self.config.batch_size, self.rank, self.world)
             for x, y in batches:
                 terms, stage = self.train_step(x, y), self.stage
                 self.step += 1
-                due = self.step % (self.config.checkpoint_every or self.per_epoch) == 0
-                if self.device.type == "cpu" or self.step % 10 == 0 or due or self._terminated:
-                    values = self._check_finite(terms)
-                    now = {"stage": self.stage, "epoch": f"{epoch + 1}/{end // self.per_epoch}", **values, **self.facts}
-                    if self.stage == "search":
-                        now["temperature"] = self.schedule.temperature(self.step)
-                    self.progress.show(now, self.config.batch_size, self.config.target, self.step - first, end - first)
+                due = self.step % (self.config.checkpoint_every or self.per_epoch) == 0 or self.step == end
+                if self.device.type == "cpu" or self.step % 10 == 0 or due or self.signals.number:
+                    self._check_finite(terms)
+                    now = {"stage": stage, "epoch": epoch + 1, "epochs": end // self.per_epoch, **self.facts}
+                    now["loss"] = float(self._weighted(terms))
+                    self.progress.show(now, self._global_step(), self.config.target)
                 freezing = self.stage == "search" and self.step == min(self.schedule.freeze, end)
                 ends, stopping = self.step % self.per_epoch == 0, self._stopping()
                 if freezing or ends or due or stopping:
@@ -319,23 +307,34 @@ class Run:
                     if freezing:
                         self.freeze()
                     if ends:
-                        self._log(stage, terms, spent, done)
+                        self.pending = self._epoch(stage, terms, spent, done)
+                        try:
+                            self._log()
+                        except Interrupted:
+                            stopping = True
                     if due or stopping:
                         self.save_checkpoint()
                     watch.lap()  # what is not training does not count
                 if stopping:
-                    raise SystemExit(143)
+                    self._leave()
                 if self.step >= end:
                     break
             epoch, position = epoch + 1, 0
+        self.signals.patient = False
 
     def _stopping(self) -> bool:
         """Whether a signal came. Processes must agree on the step, so several ask each other at every tenth."""
         if self.world == 1:
-            return self._terminated
+            return self.signals.number is not None
         if self.step % 10:
             return False
-        return bool(self._mean(torch.tensor(float(self._terminated), device=self.device)) > 0)
+        return bool(self._mean(torch.tensor(float(self.signals.number is not None), device=self.device)) > 0)
+
+    def _leave(self) -> None:
+        """End the run after a signal; it is saved."""
+        if self.main:
+            self.progress.say(f"saved at step {self._global_step()}; go on with `hiap prune --resume --out {self.out}`")
+        self.signals.leave()
 
     def train_step(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         """One optimiser step. Returns the named terms of the loss."""
@@ -360,7 +359,7 @@ class Run:
                 self.accelerator.backward(self._weighted(terms) * share)
             for name, value in terms.items():
                 total[name] = total.get(name, torch.zeros((), device=self.device)) + value.detach() * share
-        if config.clip_grad is not None:
+        if config.clip_grad:
             learned = [p for group in self.optimizer.param_groups for p in group["params"]]
             self.accelerator.clip_grad_norm_(learned, config.clip_grad)
         scale = self.accelerator.scaler.get_scale() if self.accelerator.scaler is not None else 1.0
@@ -460,16 +459,17 @@ class Run:
 
     # -- records --------------------------------------------------------------------------------------------------
 
-    def _accuracy(self, soft: bool = False) -> float:
+    def _accuracy(self, soft: bool = False, stop: Callable[[], bool] = lambda: False) -> float:
         """Top-1 of the present network, gates hard or (soft) as they are in training."""
         model = self.average.module if self.average is not None and not soft else self.raw
         model.eval()
         if soft:
             for gate in gates(model):
                 gate.train()
-        top1 = evaluate(model, self.data, self.config.batch_size, self.accelerator.autocast)["top1"]
-        model.train()
-        return top1
+        try:
+            return evaluate(model, self.data, self.config.batch_size, self.accelerator.autocast, stop)["top1"]
+        finally:
+            model.train()
 
     def _gate_record(self) -> dict[str, Any]:
         """How decided the gates are, and what they expect to cost against what they cost."""
@@ -481,62 +481,96 @@ class Run:
             **self._facts(self._widths()),
         }
 
-    def _log(self, stage: str, terms: dict[str, Tensor], seconds: float, done: int) -> None:
-        """Write what an epoch did, of which `done` steps were since the run began or was taken up.
+    def _epoch(self, stage: str, terms: dict[str, Tensor], seconds: float, done: int) -> dict[str, Any]:
+        """What an epoch did, of which `done` steps were since the run began or was taken up.
 
         It counts for the stage of its last step.
         """
-        epoch = self.step // self.per_epoch
         whole = seconds * self.per_epoch / done
         course = self.record.setdefault("course", {}).setdefault(stage, {"epochs": 0, "seconds": 0.0, "fastest": whole})
         course["epochs"] += 1
         course["seconds"] += seconds
         course["fastest"] = min(course["fastest"], whole)
-        line: dict[str, Any] = {
+        return {
             "stage": stage,
             "step": self._global_step(),
-            "epoch": epoch,
+            "epoch": self.step // self.per_epoch,
             "seconds": round(seconds, 3),
+            "images_per_s": round(done * self.config.batch_size / max(seconds, 1e-9), 1),
+            **{name: float(self._mean(value)) for name, value in terms.items()},
+            "loss": float(self._mean(self._weighted(terms))),
+            "lr": self.optimizer.param_groups[0]["lr"],
         }
-        line["images_per_s"] = round(done * self.config.batch_size / max(seconds, 1e-9), 1)
-        line |= {name: float(self._mean(value)) for name, value in terms.items()}
-        line["lr"] = self.optimizer.param_groups[0]["lr"]
-        if epoch % self.config.eval_every == 0 or self.step >= self.stop:
-            line["top1"] = self._accuracy()
+
+    def _log(self) -> None:
+        """Evaluate the network of the pending epoch and write what is known of it.
+
+        Raises:
+            Interrupted: a signal came; the epoch is still pending.
+        """
+        assert self.pending is not None
+        line = dict(self.pending)
+        if line["epoch"] % self.config.eval_every == 0 or self.step >= self.stop:
+            line["top1"] = self._accuracy(stop=lambda: self.world == 1 and self.signals.number is not None)
+            self._keep(line)
         if is_gated(self.raw) and self.topology is None:
             line |= self._gate_record() | {"temperature": self.schedule.temperature(self.step)}
         else:
             line |= self._facts(self._widths())
+        self.pending = None
         self.facts |= {name: line[name] for name in FACTS if name in line}
         if self.folder is not None:
             self.folder.log(line)
-            self.progress.say(epoch_line(line, self.config.target))
+            epochs = self.parts.dense_epochs if line["stage"] == "dense" else self.config.epochs
+            self.progress.say(epoch_line({**line, "epochs": epochs}, self.config.target))
         if self.config.trackers:
             numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
             self.accelerator.log(numbers, step=self._global_step())
 
+    def _keep(self, line: dict[str, Any]) -> None:
+        """Remember the weights of the best epoch since the topology is final, if the best is to be the result."""
+        if self.config.keep == "last" or self.topology is None:
+            return
+        if line["top1"] > self.record.get("best", {"top1": -1.0})["top1"]:
+            self.record["best"] = {"epoch": line["epoch"], "top1": line["top1"]}
+            kept = self.average.module if self.average is not None else self.raw
+            self.best = {name: tensor.detach().cpu().clone() for name, tensor in kept.state_dict().items()}
+
     def _global_step(self) -> int:
-        return self.step + (0 if self.stage == "dense" else self.config.dense_epochs * self.per_epoch)
+        return self.step + (0 if self.stage == "dense" else self.parts.dense_epochs * self.per_epoch)
 
     # -- state ----------------------------------------------------------------------------------------------------
 
     def _end_dense(self) -> None:
         self.raw = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
-        self.record["dense_top1"] = self._accuracy()
+        self._score_dense()
         if self.folder is not None:
-            safetensors.torch.save_file(self.raw.state_dict(), self.out / "dense.partial")
-            (self.out / "dense.partial").rename(self.out / "dense.safetensors")
+            self.folder.save_dense(self.raw.state_dict())
         self.dense, self.stage, self.step = self.raw, "search", 0
         self._begin_search()
 
     def _begin_search(self) -> None:
         if "dense_top1" not in self.record:
-            self.raw, self.average = self.dense, None
-            self.record["dense_top1"] = self._accuracy()
+            self._score_dense()
         self.begin()
         set_gates(self.raw, temperature=self.schedule.temperature(0), noise_scale=self.schedule.noise(0), draws=0)
         self.record["soft_top1_start"] = self._accuracy(soft=True)
         self.save_checkpoint()
+
+    def _score_dense(self) -> None:
+        """The accuracy of the dense model, with a warning where it seems to know nothing."""
+        self.raw, self.average = self.dense, None
+        top1 = self.record["dense_top1"] = self._accuracy()
+        images, chance = self.data.val_size, 100 / self.data.classes
+        if self.main:
+            self.progress.say(f"dense    top-1 {top1:.2f} % on {images} validation images")
+        spread = (chance * (100 - chance) / images) ** 0.5
+        if top1 <= chance + 3 * spread and (self.parts.trained or self.parts.dense_epochs):
+            warnings.warn(
+                f"the dense model scores {top1:.2f} %, near chance ({chance:.2f} %): are --mean, --std and --img-size "
+                "those it was trained with, and do the classes have the order of its labels?",
+                stacklevel=2,
+            )
 
     def save_checkpoint(self) -> None:
         self.accelerator.wait_for_everyone()
@@ -545,6 +579,7 @@ class Run:
         tensors = {f"model.{name}": tensor for name, tensor in self.raw.state_dict().items()}
         if self.average is not None:
             tensors |= {f"average.{name}": tensor for name, tensor in self.average.module.state_dict().items()}
+        tensors |= {f"best.{name}": tensor for name, tensor in self.best.items()}
         moments, scalars = pack_optimizer(self.optimizer, self.raw)
         tensors |= {f"optimizer.{name}": tensor for name, tensor in moments.items()}
         if self.controller is not None:
@@ -552,8 +587,10 @@ class Run:
         state = {
             "stage": self.stage,
             "step": self.step,
+            "processes": self.world,
             "seconds": self.seconds,
             "record": self.record,
+            "pending": self.pending,
             "scalars": scalars,
             "groups": group_counters(self.optimizer),
             "observations": self.controller.observations if self.controller else 0,
@@ -569,14 +606,43 @@ class Run:
         if saved is None:
             if self.folder is not None:
                 self.folder.rewind(0)
-            self.begin() if self.stage == "dense" else self._begin_search()
+                for line in self.parts.lines():
+                    self.progress.say(line)
+                self.parts.warn()
+            if self.stage == "search":
+                self._begin_search()
+                return
+            if self.parts.trained and not self.parts.new_classifier:
+                self._score_dense()
+            self.begin()
             return
         tensors, state = saved
-        if state["record"].get("cost_digest") != self.record.get("cost_digest"):
-            raise RunError(f"{self.config.cost} has changed since the run in {self.out} began; put the old table back")
+        try:
+            self._take_up(tensors, state)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise RunError(
+                f"checkpoint {checkpoints(self.out)[-1]} is damaged ({type(error).__name__}: {error}); remove it to "
+                "start again"
+            ) from error
+        if self.folder is not None:
+            self.folder.rewind(self._global_step() + (0 if self.pending else 1))
+            self.progress.say(f"resumed at step {self._global_step()}, in the {self.stage} stage")
+
+    def _take_up(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        for name in INPUTS:
+            if state["record"].get(f"{name}_digest") != self.record.get(f"{name}_digest"):
+                file = getattr(self.config, name)
+                raise RunError(f"{file} has changed since the run in {self.out} began; put the old {WORDS[name]} back")
+        if state["processes"] != self.world:
+            warnings.warn(
+                f"the run began with {state['processes']} processes and goes on with {self.world}: that is sound, but "
+                "its result is not bit-identical to that of a run left alone",
+                stacklevel=2,
+            )
         self.stage, self.step, self.seconds, self.record = (state[k] for k in ("stage", "step", "seconds", "record"))
-        if self.stage != "dense" and self.config.dense_epochs:
-            self.dense.load_state_dict(safetensors.torch.load_file(self.out / "dense.safetensors"))
+        self.pending = state["pending"]
+        if self.stage != "dense" and self.parts.dense_epochs:
+            self.dense.load_state_dict(load_dense(self.out))
         stage = self.stage
         if stage == "recover":
             self.stage = "search"
@@ -595,8 +661,6 @@ class Run:
                     gate.logit.requires_grad_(False)
             self._prepare()
         self._restore(tensors, state)
-        if self.folder is not None:
-            self.folder.rewind(self._global_step() + 1)
 
     def _restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         def part(prefix: str) -> dict[str, Tensor]:
@@ -605,6 +669,7 @@ class Run:
         self.raw.load_state_dict(part("model."))
         if self.average is not None:
             self.average.module.load_state_dict(part("average."))
+        self.best = part("best.")
         unpack_optimizer(self.optimizer, self.raw, part("optimizer."), state["scalars"])
         set_group_counters(self.optimizer, state["groups"])
         if self.controller is not None:
@@ -615,6 +680,8 @@ class Run:
     def _finish(self) -> Result:
         raw = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
         model = self.average.module if self.average is not None else raw
+        if self.best:
+            model.load_state_dict(self.best)
         if is_gated(model):
             topology = self.topology or harden(model)
             model = extract(model, topology, self.config.round_to)
@@ -628,7 +695,13 @@ class Run:
             "seconds": self.seconds,
         }
         if self.folder is not None:
-            save(model, self.out / "compact", self.data.class_names)
+            try:
+                save(model, self.out / "compact", self.data.class_names)
+            except (CheckpointError, OSError) as error:
+                raise RunError(
+                    f"the compact model cannot be saved: {error}. The trained network is whole in "
+                    f"{checkpoints(self.out)[-1]}: mend this, then `hiap prune --resume --out {self.out}`"
+                ) from error
         if isinstance(self.cost, LatencyCost):
             self.record |= self._timed(model, self.cost)
         self.accelerator.wait_for_everyone()
@@ -654,19 +727,29 @@ class Run:
         return found
 
     @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGTERM ends the run soon, with a checkpoint."""
-
-        def stop(*_: object) -> None:
-            self._terminated = True
-
-        try:
-            before = signal.signal(signal.SIGTERM, stop)
-        except ValueError:  # not the main thread
-            yield
-            return
+    def _explained(self) -> Iterator[None]:
+        """Running out of memory, in words."""
         try:
             yield
-        finally:
-            self.progress.close()
-            signal.signal(signal.SIGTERM, before)
+        except (MemoryError, RuntimeError) as error:
+            full = isinstance(error, MemoryError) or "memory" in str(error).lower()
+            if isinstance(error, RunError) or not full:
+                raise
+            saved = checkpoints(self.out)
+            raise RunError(
+                f"out of memory at step {self.step} of the {self.stage} stage, with batches of {self.config.batch_size}"
+                f" (the last checkpoint is {saved[-1] if saved else 'none'}). Begin again with --accumulate "
+                f"{2 * self.config.accumulate}, which computes each batch in parts, or with a smaller --batch-size"
+            ) from error
+
+
+def _faster_classifier(model: ViT, groups: list[dict[str, Any]], lr: float) -> list[dict[str, Any]]:
+    """Groups of parameters in which those of the classifier have a learning rate of their own."""
+    found = model.get_classifier()
+    own = {id(p) for one in (found if isinstance(found, tuple) else (found,)) for p in one.parameters()}
+    result = []
+    for group in groups:
+        for mine, rate in ((False, {}), (True, {"lr": lr})):
+            params = [p for p in group["params"] if (id(p) in own) is mine]
+            result += [{**group, "params": params, **rate}] if params else []
+    return result

@@ -202,7 +202,10 @@ class Controller:
             fits(worths[bisect_left(worths, True, key=fits)])
 
     def decide(self) -> Topology:
-        """The topology: at most the target, with no room left that any unit fits in, and no zero padding."""
+        """The topology, without zero padding: never above the target, and at most 1 % below it.
+
+        Where units are so large that no network is within 1 %, it is the one that comes nearest.
+        """
         values = self.values()
         losses = self.allocation.losses(values)
         widths = self.allocation.widths(self.allocation.settle(losses, self.target))

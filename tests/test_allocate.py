@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 
@@ -151,6 +153,34 @@ def test_nothing_fits_into_the_room_that_is_left(seed: int) -> None:
             for cost, loss in zip(found.cost[row].tolist(), losses[row].tolist(), strict=True):
                 fits = 0 < cost - found.cost[row, now] <= room
                 assert not (fits and loss <= losses[row, now])
+
+
+@pytest.mark.parametrize("kinds", [("head", "block"), ("attention", "block"), ("head",), PAPER])
+def test_room_is_packed_at_the_least_loss(kinds: tuple[str, ...]) -> None:
+    """Against all networks there are: none that comes as near to what is allowed loses less."""
+    model, found = allocation(kinds)
+    dense = hiap.macs(make(**MODEL))
+    every = list(itertools.product(*(range(len(branch.choices)) for _, branch in found.branches)))
+    costs = found.outside + sum(found.cost[i, torch.tensor(one)] for i, one in enumerate(zip(*every, strict=True)))
+    for seed, share in itertools.product(range(3), (0.5, 0.61, 0.72, 0.83, 0.94)):
+        allowed = share * dense
+        if allowed < found.least:
+            continue
+        losses = found.losses(drawn(model, seed))
+        every_loss = sum(losses[i, torch.tensor(one)] for i, one in enumerate(zip(*every, strict=True)))
+        fit = costs[costs <= allowed]
+        near = (costs <= allowed) & (costs >= min(0.99 * allowed, float(fit.max())))
+        chosen = found._pack(losses, allowed)
+        assert total(chosen, losses) == pytest.approx(float(every_loss[near].min()))
+        settled = found.outside + total(found.settle(losses, allowed), found.cost)
+        assert min(0.99 * allowed, float(fit.max())) <= settled <= allowed
+
+
+def test_a_whole_cost_may_be_the_budget_itself() -> None:
+    model, found = allocation(("head",))
+    one_less = hiap.macs(hiap.extract(make(**MODEL), hiap.Topology.from_counts(make(**MODEL), heads=[3, 4])))
+    chosen = found.settle(found.losses(drawn(model, 0)), one_less)
+    assert found.outside + total(chosen, found.cost) == one_less
 
 
 class Steps(hiap.MacCost):

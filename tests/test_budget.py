@@ -1,5 +1,9 @@
 import itertools
 import random
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +13,9 @@ from hypothesis import strategies as st
 import hiap
 from conftest import images, make
 from hiap.budget import BudgetError, Controller, Floors, Target
+from hiap.config import Config, ConfigError
 from hiap.schedule import Schedule
+from hiap.start import make_controller, make_cost
 from test_gates import ALL, PAPER, scatter_logits
 
 SMALL = {"embed_dim": 32, "num_heads": 4, "depth": 4}
@@ -40,16 +46,108 @@ def observed(controller: Controller, seed: int = 0) -> Controller:
         ("42%", 0.42, "share"),
         ("37.5 %", 0.375, "share"),
         ("1.2M params", 1.2e6, "params"),
+        ("42% params", 0.42, "share of params"),
+        ("42 %Params", 0.42, "share of params"),
+        ("42% MACs", 0.42, "share of macs"),
+        (".5G", 0.5e9, "macs"),
+        ("1000", 1000, "macs"),
+        ("900 params", 900, "params"),
+        ("900MJ", 900, "mJ"),
+        ("1.8 ms", 1.8, "ms"),
+        ("2X", 2, "x"),
     ],
 )
 def test_targets_are_read(text: str, value: float, unit: str) -> None:
     assert Target.parse(text) == Target(pytest.approx(value), unit)
 
 
-@pytest.mark.parametrize("text", ["", "fast", "-3G", "0%", "1.2.3G", "42% params", "3T"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "fast", "-3G", "0%", "1.2.3G", "3T", ".", ".%", "%", "42% ms", "2x params", "1k%", "42%%"),
+        *("inf", "nan", "inf%", "nan G", "infinity", "1e400%", "1e-400%", "1e9", "1_000M", "0x10", "9" * 400),
+        *(
+            "9" * 5000 + "%",
+            "0." + "0" * 400 + "1%",
+            "\u0664\u0662%",
+            "\uff14\uff12%",
+            "42\u066a",
+            "\u00bd",
+            "7m\u017f",
+        ),
+        *("\u00b2x", "5\u212a", "42%\0", "\n"),
+    ],
+)
 def test_other_targets_are_refused(text: str) -> None:
-    with pytest.raises(BudgetError, match=r"write it as 7\.4G"):
+    with pytest.raises(BudgetError, match=r"write it as 7\.4G") as error:
         Target.parse(text)
+    assert len(str(error.value)) < 250
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("50", "50%"),
+        ("0.5", "50%"),
+        (".5", "50%"),
+        ("0.125", "12.5%"),
+        ("1", "1G"),
+        ("1.5", "1.5x (with --cost) or 1.5G"),
+        ("2", "2x (with --cost) or 2G"),
+        ("850", "850M"),
+    ],
+)
+def test_a_target_without_a_unit_is_asked_about(text: str, meant: str) -> None:
+    with pytest.raises(BudgetError) as error:
+        Target.parse(text)
+    assert str(error.value) == f"target {text!r} has no unit: did you mean {meant}?"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("100%", "a target of 100% is the dense model itself: nothing to prune; choose less"),
+        ("100.0% params", "a target of 100.0% params is the dense model itself: nothing to prune; choose less"),
+        ("120%", "a target of 120% is more than the dense model: nothing to prune; choose less"),
+        ("1x", "a target of 1x is the dense model itself: nothing to prune; choose more, such as 2x"),
+        ("1.0x", "a target of 1.0x is the dense model itself: nothing to prune; choose more, such as 2x"),
+        ("0.5x", "a target of 0.5x is more than the dense model: nothing to prune; choose more, such as 2x"),
+    ],
+)
+def test_the_dense_model_is_no_target(text: str, message: str) -> None:
+    with pytest.raises(BudgetError) as error:
+        Target.parse(text)
+    assert str(error.value) == message
+    with pytest.raises(ConfigError, match=f"^the configuration is wrong:\n  {re.escape(message)}"):
+        Config(target=text).check()
+
+
+def test_targets_are_read_without_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; import importlib.util as u; "
+    code += f"s = u.spec_from_file_location('target', {hiap.target.__file__!r}); m = u.module_from_spec(s); "
+    code += "sys.modules['target'] = m; s.loader.exec_module(m); print(m.Target.parse('42%').absolute(100))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "42.0\n"
+    assert hiap.BudgetError is BudgetError is hiap.target.BudgetError
+
+
+def test_a_share_of_the_parameters_as_the_target() -> None:
+    config = Config(target="50% params")
+    config.check()
+    model = hiap.attach(make(**SMALL))
+    controller = observed(make_controller(model, config, make_cost(model, config), 100))
+    dense = sum(p.numel() for p in make(**SMALL).parameters())
+    assert controller.target == 0.5 * dense
+    found = sum(p.numel() for p in hiap.extract(model, controller.decide()).parameters())
+    assert 0.99 * 0.5 * dense <= found <= 0.5 * dense
+
+
+def test_a_share_of_parameters_does_not_go_with_a_table(tmp_path: Path) -> None:
+    (tmp_path / "t.json").touch()
+    for target in ("50% params", "50% macs", "1.2M params"):
+        with pytest.raises(
+            ConfigError, match=f"target '{target}' does not go with cost: write it as 1.8ms, 2.0x or 42%"
+        ):
+            Config(target=target, cost=str(tmp_path / "t.json")).check()
 
 
 @pytest.mark.parametrize("mode", ["importance", "gradient"])
@@ -162,6 +260,18 @@ def test_learned_logits_of_any_size_meet_the_target(ratio: tuple[float, float]) 
     assert tight(hiap.macs(hiap.extract(model, controller.decide())), target)
     controller.project(target, 2.0)
     assert hiap.macs(model, round_to=8) <= target
+
+
+def test_learned_logits_under_an_extreme_ratio_have_losses() -> None:
+    model = hiap.attach(make(**SMALL))
+    cost = hiap.MacCost(model)
+    cost.proportional = False  # a branch goes with its units: shares of their values are taken
+    controller = Controller(model, cost, 0.5 * hiap.macs(make(**SMALL)), (1, 1e-3), mode="gradient")
+    for kinds in controller.kinds:
+        for kind, gate in kinds.items():
+            gate.logit.data.fill_(8.0 if kind == "head" else -8.0)
+    assert not controller.allocation.losses(controller.values()).isnan().any()
+    assert tight(hiap.macs(hiap.extract(model, controller.decide())), controller.target)
 
 
 def test_closed_units_come_back_when_their_worth_rises() -> None:

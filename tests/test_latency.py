@@ -1,6 +1,8 @@
 import itertools
 import json
+import math
 import random
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from test_gates import ALL
 CPU = torch.device("cpu")
 MODEL = {"embed_dim": 32, "depth": 4, "num_heads": 4}  # 17 tokens, heads of 8, 128 neurons
 SHAPE = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "in_chans": 1}
+DENSE = make(**MODEL)
 GRID = {"heads": [1, 2, 4], "qk_dim": [2, 8], "value_dim": [2, 4, 8], "neurons": [8, 64, 128]}
 
 
@@ -127,7 +130,26 @@ def test_tables_travel_as_json(tmp_path: Path) -> None:
         ({"heads": ["a"]}, "heads must be rising widths"),
         ({"heads": [1.5, 2, 4]}, "heads must be rising widths"),
         ({"tokens": "17"}, "tokens must be a whole number; found '17'"),
-        ({"ffn": [1.0, float("nan"), 2.0]}, "positive and finite"),
+        ({"ffn": [1.0, float("nan"), 2.0]}, "ffn must be positive and finite, below 1e.12; found nan"),
+        ({"dense": float("inf")}, "dense must be positive and finite, below 1e.12; found inf"),
+        ({"dense": 10**400}, "dense must be positive and finite"),
+        ({"batch": -1}, "batch must be at least 1 and at most 1000000000; found -1"),
+        ({"tokens": 0}, "tokens must be at least 1"),
+        ({"dim": 10**30}, "dim must be at least 1 and at most 1000000000; found 1000"),
+        ({"batch": True}, "batch must be a whole number; found True"),
+        ({"heads": [1, 2, 10**30]}, "heads must be rising widths"),
+        ({"neurons": list(range(1, 5000))}, "neurons must be rising widths"),
+        ({"precision": ["bf16"]}, r"precision must be one of .* found \['bf16'\]"),
+        ({"mode": {}}, "mode must be one of .* found {}"),
+        ({"device": 7}, "device must be text; found 7"),
+        ({"model": None}, "model must be text; found None"),
+        ({"torch_version": [2]}, r"torch_version must be text; found \[2\]"),
+        ({"ffn": ["1", "2", "3"]}, "ffn: costs must be numbers, in rows of one length; found \\['1', '2', '3'\\]"),
+        ({"ffn": [True, True, True]}, "ffn: costs must be numbers"),
+        ({"outside": [1.0]}, r"outside must be one number; found \[1\]"),
+        ({"attention": {"a": 1}}, "attention: costs must be numbers"),
+        ({"attention": []}, r"attention must be \[3, 2, 3\] numbers; found \[0\]"),
+        ({"extra": 1}, "'extra' is no field of a table"),
     ],
 )
 def test_wrong_tables_are_refused(change: dict, message: str, tmp_path: Path) -> None:
@@ -136,9 +158,47 @@ def test_wrong_tables_are_refused(change: dict, message: str, tmp_path: Path) ->
         LatencyTable.load(tmp_path / "t.json")
 
 
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.sampled_from([0, -1, 10**400, 2**63]),
+    st.floats(),
+    st.text(max_size=5),
+    st.recursive(st.integers(-1, 3), lambda inner: st.lists(inner, max_size=4), max_leaves=12),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_a_mutated_table_is_refused_or_works(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Some fields, or numbers inside them, are replaced or gone; what is still accepted makes a cost."""
+    content = {"format": 1, **asdict(synthetic())}
+    for name in data.draw(st.lists(st.sampled_from(list(content)), min_size=1, max_size=2, unique=True)):
+        place, key = content, name
+        while isinstance(place[key], list) and place[key] and data.draw(st.booleans()):
+            place, key = place[key], data.draw(st.integers(0, len(place[key]) - 1))
+        if data.draw(st.integers(0, 4)):
+            place[key] = data.draw(ODD)
+        else:
+            del place[key]
+    file = tmp_path_factory.getbasetemp() / "mutated.json"
+    file.write_text(json.dumps(content))
+    try:
+        table = LatencyTable.load(file)
+    except LatencyError as error:
+        assert "mutated.json" in str(error) and len(str(error)) < 1000
+        return
+    assert type(table.batch) is int and table.batch > 0
+    with suppress(LatencyError):  # it may be one of another model
+        assert 0 < LatencyCost(DENSE, table).dense < math.inf
+
+
 def test_other_files_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "t.json"
-    for content in ("", "[]", '{"format": 2}', '{"format": 1, "unit": "ms"}'):
+    deep, long = "[" * 10**5, '{"format": 1' + " " * 2**26 + "}"
+    for content in ("", "[]", '{"format": 2}', '{"format": 1, "unit": "ms"}', deep, long, "9" * 5000, "\0"):
         file.write_text(content)
         with pytest.raises(LatencyError, match=r"t\.json"):
             LatencyTable.load(file)

@@ -4,7 +4,8 @@ A branch, the attention or the FFN of a block, can be built in many widths, or n
 loss: the values of the units it has no room for, where cost is proportional to them; else the part of the branch's own
 value that goes with theirs. To choose one for each branch is a knapsack, solved by Lagrange's method: at a rate of so
 much loss for so much cost every branch chooses by itself, and the rate is the least at which the network fits. What
-room is left is then filled. Costs may have steps and fixed parts.
+room is left is then filled; where units are too large for that, a dynamic programme finds what uses the budget. Costs
+may have steps and fixed parts.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ TIGHT = 0.01  # room of more than this share of the budget is worth a loss
 ROUNDING = 1e-12  # of sums, relative
 HALVINGS = 64  # of the range of rates, which spans e^+-RANGE
 RANGE = 90.0
+WAYS = 4096  # to choose for some branches that are told apart where room is packed
+PAIRS = 2**18  # of them and the choices of one more branch, at most
 
 Values = dict[str, Tensor]  # of the units of a block, by kind of gate; closing a kind that is not there is no choice
 
@@ -197,11 +200,13 @@ class Allocation:
         )
         constant = [Widths(None if w.heads else w.heads, 0, 0, None if w.neurons else w.neurons) for w in self.dense]
         self.outside = cost.outside + sum(cost.block(site, rest) for site, rest in zip(sites, constant, strict=True))
+        every = [self.outside, *self.cost[self.cost.isfinite()].tolist()]
+        self.rounding = 0.0 if all(float(one).is_integer() for one in every) else ROUNDING  # whole numbers add exactly
 
     @property
     def least(self) -> float:
         """Cost of the cheapest network."""
-        return self.outside + float(self.cost.min(dim=1).values.sum())
+        return (self.outside + float(self.cost.min(dim=1).values.sum())) * (1 + 2 * self.rounding)
 
     def losses(self, values: Sequence[Values]) -> Tensor:
         """What each choice of each branch loses. (branches, choices)"""
@@ -222,30 +227,39 @@ class Allocation:
         return chosen if self._total(chosen) <= allowed else self.cost.argmin(dim=1), math.exp(high)
 
     def settle(self, losses: Tensor, allowed: float) -> Tensor:
-        """The same, and nothing fits into the room that is left; where it is much, others pay for one unit more."""
-        allowed *= 1 - ROUNDING
+        """The same, and nothing fits into the room that is left; where it is much, it is worth a loss to use it."""
+        allowed *= 1 - self.rounding
         chosen = self._fill(self.spend(losses, allowed)[0], losses, allowed)
-        return self._fill(self._exchange(chosen, losses, allowed), losses, allowed)
-
-    def _exchange(self, chosen: Tensor, losses: Tensor, allowed: float) -> Tensor:
-        """Widen one branch and narrow another, so that the room becomes small at the least loss."""
-        rows, tight = torch.arange(len(chosen)), TIGHT * allowed
-        room = allowed - self._total(chosen)
-        if room <= tight:
+        if self._total(chosen) >= (1 - TIGHT) * allowed:
             return chosen
-        freed, lost = (now[rows, chosen].unsqueeze(1) - now for now in (self.cost, -losses))
-        best = (room, 0.0, chosen)
-        for row in rows.tolist():
-            wider = int(torch.where(-freed[row] > room, -freed[row], math.inf).argmin())
-            left = room + freed[row, wider] + freed  # once another branch is narrowed
-            left[row] = -math.inf
-            left = torch.where(left < 0, math.inf, left).clamp(min=tight)
-            loss = torch.where(left <= left.min(), lost + lost[row, wider], math.inf)
-            pays, narrower = divmod(int(loss.argmin()), loss.shape[1])
-            found = chosen.clone()
-            found[row], found[pays] = wider, narrower
-            best = min(best, (float(left.min()), float(loss.min()), found), key=lambda one: one[:2])
-        return best[2]
+        packed = self._fill(self._pack(losses, allowed), losses, allowed)
+        return max(packed, chosen, key=self._total)
+
+    def _pack(self, losses: Tensor, allowed: float) -> Tensor:
+        """The choices of least loss among those that leave little room; where none do, those of the greatest cost.
+
+        A dynamic programme over the branches: of all ways to choose so far that cost the same, the one that loses least
+        goes on. That is exact as long as there are at most WAYS different costs; beyond, near ones count as the same.
+        Costs are added up as they are, so whatever is found does fit.
+        """
+        room = allowed - self.outside
+        least = self.cost.min(dim=1).values
+        ahead = least.flip(0).cumsum(0).flip(0) - least  # what the branches to come cost at least
+        cost = loss = torch.zeros(1, dtype=torch.float64)
+        steps = []
+        for costs, lost, rest in zip(self.cost, losses, ahead.tolist(), strict=True):
+            choices = _distinct(costs, lost, room - rest, PAIRS // len(cost))
+            cost, loss = ((a.unsqueeze(1) + b[choices]).flatten() for a, b in ((cost, costs), (loss, lost)))
+            kept = _distinct(cost, loss, room - rest, WAYS)
+            steps.append((kept // len(choices), choices[kept % len(choices)]))
+            cost, loss = cost[kept], loss[kept]
+        tight = cost >= min(room - TIGHT * allowed, float(cost.max()))
+        way = int(torch.where(tight, loss, math.inf).argmin())
+        found = []
+        for before, choices in reversed(steps):
+            found.append(int(choices[way]))
+            way = int(before[way])
+        return torch.tensor(found[::-1])
 
     def _fill(self, chosen: Tensor, losses: Tensor, allowed: float) -> Tensor:
         """Widen branches, those first that gain most for the cost, until nothing fits."""
@@ -299,6 +313,19 @@ class Allocation:
 
     def _total(self, chosen: Tensor) -> float:
         return self.outside + float(self.cost.gather(1, chosen.unsqueeze(1)).sum())
+
+
+def _distinct(cost: Tensor, loss: Tensor, most: float, limit: int) -> Tensor:
+    """The index of the least loss for each cost up to the most; if there are more than the limit, for about so many."""
+    fits = (cost <= most).nonzero().flatten()
+    cost, loss = cost[fits], loss[fits]
+    different, group = torch.unique((cost / (ROUNDING * most)).round(), return_inverse=True)
+    if len(different) > limit:
+        group = (cost * (limit / cost.max())).long()
+    least = torch.full((int(group.max()) + 1,), math.inf, dtype=loss.dtype).scatter_reduce(0, group, loss, "amin")
+    best = (loss == least[group]).nonzero().flatten()
+    first = torch.full((len(least),), len(loss)).scatter_reduce(0, group[best], best, "amin")
+    return fits[first[first < len(loss)]]
 
 
 def _stack(rows: Sequence[Tensor], pad: float = math.inf) -> Tensor:

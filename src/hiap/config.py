@@ -18,8 +18,8 @@ from timm.data import create_transform
 from timm.optim import list_optimizers
 
 from hiap.attach import PAPER
-from hiap.budget import BudgetError, Target
 from hiap.gates import GRANULARITIES
+from hiap.target import BudgetError, Target
 
 __all__ = ["Config", "ConfigError", "help_of", "read_config", "recipes"]
 
@@ -94,7 +94,7 @@ class Config:
     smoothing: float = _option(0.0, "label smoothing")
     # what may go, and how much
     target: str | None = _option(
-        None, "budget: 7.4G, 42% (of the dense model's MACs), '1.2M params'; with cost: 1.8ms, 2.0x"
+        None, "budget: 7.4G, 42% (of the dense model's MACs), '1.2M params', '42% params'; with cost: 1.8ms, 2.0x"
     )
     cost: str | None = _option(
         None, "table of `hiap measure`: the target is in its unit, a share of its dense model, or x"
@@ -178,7 +178,7 @@ class Config:
                 unit = Target.parse(self.target).unit
                 if self.cost is None and unit in ("ms", "mJ", "x"):
                     wrong.append(f"target {self.target!r} needs cost, a table of `hiap measure`")
-                if self.cost is not None and unit in ("macs", "params"):
+                if self.cost is not None and unit.endswith(("macs", "params")):
                     wrong.append(f"target {self.target!r} does not go with cost: write it as 1.8ms, 2.0x or 42%")
             except BudgetError as error:
                 wrong.append(str(error))

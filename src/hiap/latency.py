@@ -9,9 +9,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import reprlib
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +33,11 @@ MODES = {
     "graph": "its kernels in a CUDA graph",
     "compile": "optimised and compiled, in a CUDA graph",
 }
+LARGEST = 2**26  # bytes of a file
+LONGEST = 4096  # widths of an axis
+WIDEST = 10**9  # of them, and of a batch
+MOST = 1e12  # ms or mJ
+SHOWN = 10  # wrong fields in a message
 AXES = ("heads", "qk_dim", "value_dim", "neurons")
 
 
@@ -72,37 +79,42 @@ class LatencyTable:
     def check(self) -> None:
         """Raise a LatencyError with everything that is wrong with the table itself."""
         wrong = []
-        if self.unit not in UNITS:
-            wrong.append(f"unit must be one of {', '.join(UNITS)}; found {self.unit!r}")
-        if self.precision not in PRECISIONS:
-            wrong.append(f"precision must be one of {', '.join(PRECISIONS)}; found {self.precision!r}")
-        if self.mode not in MODES:
-            wrong.append(f"mode must be one of {', '.join(MODES)}; found {self.mode!r}")
-        if not self.device:
+        for name, known in (("unit", UNITS), ("precision", tuple(PRECISIONS)), ("mode", tuple(MODES))):
+            if getattr(self, name) not in known:
+                wrong.append(f"{name} must be one of {', '.join(known)}; found {self._shown(name)}")
+        for name in ("device", "model", "torch_version"):
+            if not isinstance(getattr(self, name), str):
+                wrong.append(f"{name} must be text; found {self._shown(name)}")
+        if self.device == "":
             wrong.append("device must be named")
         for name in ("batch", "dim", "tokens"):
             if type(getattr(self, name)) is not int:
-                wrong.append(f"{name} must be a whole number; found {getattr(self, name)!r}")
-        for name in AXES:
-            axis = getattr(self, name)
-            whole = isinstance(axis, list) and axis and all(type(width) is int for width in axis)
-            if not whole or axis[0] < 1 or any(a >= b for a, b in itertools.pairwise(axis)):
-                raise LatencyError(f"{name} must be rising widths from 1; found {axis!r}")
-        shape = [len(self.heads), len(self.qk_dim), len(self.value_dim)]
-        try:
-            values, ffn = torch.tensor(self.attention).double(), torch.tensor(self.ffn).double()
-            rest = torch.tensor([self.outside, self.dense]).double()
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise LatencyError(f"costs must be numbers, attention in rows of one length: {error}") from error
-        if list(values.shape) != shape:
-            wrong.append(f"attention must be {shape} numbers; found {list(values.shape)}")
-        if list(ffn.shape) != [len(self.neurons)]:
-            wrong.append(f"ffn must be {len(self.neurons)} numbers; found {list(ffn.shape)}")
-        every = torch.cat([values.flatten(), ffn.flatten(), rest])
-        if not bool((every > 0).all() & every.isfinite().all()):
-            wrong.append("all costs must be positive and finite")
+                wrong.append(f"{name} must be a whole number; found {self._shown(name)}")
+            elif not 1 <= getattr(self, name) <= WIDEST:
+                wrong.append(f"{name} must be at least 1 and at most {WIDEST}; found {self._shown(name)}")
+        axes = [name for name in AXES if not _rises(getattr(self, name))]
+        wrong += [f"{name} must be rising widths from 1; found {self._shown(name)}" for name in axes]
+        if not axes:
+            shape = (len(self.heads), len(self.qk_dim), len(self.value_dim))
+            wrong += self._wrong_costs("attention", shape, f"{list(shape)} numbers")
+            wrong += self._wrong_costs("ffn", (len(self.neurons),), f"{len(self.neurons)} numbers")
+        wrong += [one for name in ("outside", "dense") for one in self._wrong_costs(name, (), "one number")]
         if wrong:
             raise LatencyError("the table is wrong:\n  " + "\n  ".join(wrong))
+
+    def _wrong_costs(self, name: str, shape: tuple[int, ...], said: str) -> list[str]:
+        """What is wrong with a field of costs, in a line; nothing if it is right."""
+        costs = getattr(self, name)
+        found = _shape(costs, len(AXES))
+        if found is None:
+            return [f"{name}: costs must be numbers, in rows of one length; found {self._shown(name)}"]
+        if found != shape:
+            return [f"{name} must be {said}; found {list(found)}"]
+        odd = next((one for one in _flat(costs) if not 0 < one < MOST), None)
+        return [] if odd is None else [f"{name} must be positive and finite, below {MOST:g}; found {reprlib.repr(odd)}"]
+
+    def _shown(self, name: str) -> str:
+        return reprlib.repr(getattr(self, name))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON; the file appears whole or not at all."""
@@ -117,18 +129,58 @@ class LatencyTable:
         Raises:
             LatencyError: what is wrong with it.
         """
+        name = os.fspath(path)
         try:
-            data = json.loads(Path(path).read_bytes())
-        except (ValueError, OSError) as error:
-            raise LatencyError(f"{os.fspath(path)} is no table of `hiap measure`: {error}") from error
+            with open(path, "rb") as file:
+                content = file.read(LARGEST + 1)
+            data = json.loads(content) if len(content) <= LARGEST else None
+        except (ValueError, OSError, RecursionError) as error:
+            raise LatencyError(f"{name} is no table of `hiap measure`: {error}") from error
         if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
-            raise LatencyError(f"{os.fspath(path)} is no table of `hiap measure` in format {FORMAT}")
+            raise LatencyError(f"{name} is no table of `hiap measure` in format {FORMAT}")
+        own = {field.name: field.default is MISSING for field in fields(cls)}
+        wrong = [f"{one} is missing" for one, needed in own.items() if needed and one not in data]
+        wrong += [f"{reprlib.repr(one)} is no field of a table" for one in data if one not in own]
+        if wrong:
+            raise LatencyError(f"{name}: the table is wrong:\n  " + "\n  ".join(wrong[:SHOWN]))
+        table = cls(**data)
         try:
-            table = cls(**data)
-        except TypeError as error:
-            raise LatencyError(f"{os.fspath(path)}: {error}") from error
-        table.check()
+            table.check()
+        except LatencyError as error:
+            raise LatencyError(f"{name}: {error}") from error
         return table
+
+
+def _rises(axis: Any) -> bool:
+    """Whether it is a list of whole numbers, each greater than the one before."""
+    return (
+        isinstance(axis, list)
+        and 0 < len(axis) <= LONGEST
+        and all(type(width) is int for width in axis)
+        and axis[0] >= 1
+        and axis[-1] <= WIDEST
+        and all(a < b for a, b in itertools.pairwise(axis))
+    )
+
+
+def _shape(costs: Any, depth: int) -> tuple[int, ...] | None:
+    """Of numbers in lists of one length, so many deep at most; None of anything else."""
+    if type(costs) in (int, float):
+        return ()
+    if not isinstance(costs, list) or depth == 0:
+        return None
+    shapes = {_shape(one, depth - 1) for one in costs} or {()}
+    inner = shapes.pop()
+    return None if inner is None or shapes else (len(costs), *inner)
+
+
+def _flat(costs: Any) -> Iterator[float]:
+    """The numbers in lists of lists."""
+    if isinstance(costs, list):
+        for one in costs:
+            yield from _flat(one)
+    else:
+        yield costs
 
 
 class LatencyCost(Cost):

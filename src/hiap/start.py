@@ -13,7 +13,7 @@ from timm.data import resolve_data_config
 from torch import nn
 
 from hiap.attach import attach, gates
-from hiap.budget import Controller, Floors, Target
+from hiap.budget import Controller, Floors
 from hiap.config import Config, ConfigError
 from hiap.cost import Cost, MacCost, ParamCost, macs
 from hiap.data import Augmentation, ByteData, Data, open_data
@@ -23,6 +23,7 @@ from hiap.images import Loading
 from hiap.latency import UNITS, LatencyCost
 from hiap.objective import Teacher
 from hiap.schedule import Schedule, dense_rate, pruning_rate
+from hiap.target import Target
 from hiap.weights import dense_model, load_weights, read_weights, short_reason
 
 __all__ = [
@@ -177,7 +178,7 @@ def make_cost(model: ViT, config: Config) -> Cost:
     if target is None:
         return MacCost(model, config.accounting)
     if config.cost is None:
-        return ParamCost(model) if target.unit == "params" else MacCost(model)
+        return ParamCost(model) if target.unit.endswith("params") else MacCost(model)
     cost = LatencyCost.load(config.cost, model)
     if target.unit in UNITS and target.unit != cost.table.unit:
         raise ConfigError(f"the target is in {target.unit}, the table {config.cost} in {cost.table.unit}")

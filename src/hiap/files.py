@@ -175,22 +175,27 @@ def _walk(folder: str, root: str) -> Listing:
         if (status.st_dev, status.st_ino) in seen:
             continue
         seen.add((status.st_dev, status.st_ino))
-        label, before, leaf = os.path.basename(place) if place != folder else "", len(found), True
-        for entry in sorted(os.scandir(place), key=lambda entry: entry.name):
-            if entry.name.startswith(".") or (entry.is_symlink() and not os.path.exists(entry.path)):
+        label, before = os.path.basename(place) if place != folder else "", len(found)
+        folders = []
+        for entry in os.scandir(place):
+            try:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    folders.append(entry)
+                elif entry.name.lower().endswith(types) and entry.is_file():
+                    found.append((entry.path, label))
+            except OSError:  # a link that leads to itself
                 continue
-            if entry.is_dir():
-                leaf = False
-                (linked if entry.is_symlink() else direct).append(entry.path)
-            elif entry.name.lower().endswith(types) and entry.is_file():
-                found.append((entry.path, label))
-        if leaf and len(found) == before:
+        for entry in sorted(folders, key=lambda entry: entry.name):
+            (linked if entry.is_symlink() else direct).append(entry.path)
+        if not folders and len(found) == before:
             empty.append(os.path.relpath(place, root))
     if not found:
         raise ValueError(f"{folder} has no image below it; known are {', '.join(types)}")
     if empty:
         warnings.warn(f"there is no image in {named(sorted(empty))}, so that this is no class", stacklevel=4)
-    return sorted(found, key=lambda one: natural_key(one[0]))
+    return sorted(sorted(found), key=lambda one: natural_key(one[0]))  # the same everywhere, where 01 is also 1
 
 
 def _class_names(train: Iterable[tuple[str, str]], data: str) -> list[str]:

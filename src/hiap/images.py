@@ -19,7 +19,7 @@ from torch import Tensor
 
 __all__ = [
     *("MODES", "Augmentation", "Batch", "Loaded", "Loading", "Lost", "Sample", "collate", "converted", "deliver"),
-    *("mix_seed", "named", "outlive_signals", "transform"),
+    *("mix_seed", "named", "order", "outlive_signals", "transform"),
 ]
 
 Batch = tuple[Tensor, Tensor]
@@ -103,6 +103,11 @@ class Loading:
 def mix_seed(*parts: int) -> int:
     """One seed from several numbers, well spread."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def order(seed: int, epoch: int, size: int) -> Tensor:
+    """The order of the images in an epoch."""
+    return torch.randperm(size, generator=torch.Generator("cpu").manual_seed(mix_seed(seed, epoch)), device="cpu")
 
 
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:

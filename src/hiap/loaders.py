@@ -120,7 +120,7 @@ class LoaderData:
             if isinstance(generator := getattr(owner, "generator", None), torch.Generator):
                 generator.manual_seed(seed)
         before = _random_state()
-        random.seed(seed), np.random.seed(seed % 2**32), torch.random.default_generator.manual_seed(seed)
+        random.seed(seed), np.random.seed(seed % 2**32), torch.default_generator.manual_seed(seed)
         batches = None
         while True:
             try:
@@ -159,8 +159,8 @@ def _classes(dataset: Any) -> tuple[int | None, list[str] | None]:
     names = getattr(dataset, "classes", None) or (sorted(index, key=index.__getitem__) if index else None)
     if isinstance(names, list | tuple):
         return len(names), [str(name) for name in names]
-    tensors = getattr(dataset, "tensors", ())
-    labels = tensors[1] if len(tensors) == 2 else getattr(dataset, "targets", None)
+    tensors = getattr(dataset, "tensors", None)  # of a TensorDataset
+    labels = tensors[1] if tensors and len(tensors) == 2 else getattr(dataset, "targets", None)
     if labels is None or not len(labels):
         return None, None
     return int(torch.as_tensor(labels).max()) + 1, None

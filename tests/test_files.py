@@ -294,7 +294,9 @@ class TestHub:
     """Data sets of the Hugging Face hub, of which a small stand-in has the columns img and fine_label."""
 
     @pytest.fixture(autouse=True)
-    def datasets(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def texts(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[bool]:
+        """Filled, labels are texts and there is a validation split."""
+        texts: list[bool] = []
         draw(tmp_path / "0.png")
         pixels = (tmp_path / "0.png").read_bytes()
 
@@ -303,25 +305,25 @@ class TestHub:
             features = {"img": None, "fine_label": types.SimpleNamespace(names=["cat", "dog"])}  # noqa: RUF012
 
             def __init__(self, split: str = "train", **_: Any) -> None:
-                if split != "train":
+                if split != "train" and not texts:
                     raise ValueError(f"Unknown split {split!r}. Should be one of ['train'].")
-                self.info = types.SimpleNamespace(features=self.features, splits={})
+                features = dict.fromkeys(self.features) if texts else self.features
+                self.info = types.SimpleNamespace(features=features, splits={})
                 self.column_names = list(Rows.column_names)
                 self.rows = [{"img": {"bytes": pixels, "path": None}, "fine_label": i % 2} for i in range(8)]
+                for row in self.rows if texts else ():
+                    row["fine_label"] = ("cat", "ant")[row["fine_label"]]
 
             def cast_column(self, name: str, _: Any) -> "Rows":
                 if name not in self.column_names:
                     raise ValueError(f"The columns must be identical as those in the dataset; {name}")
                 return self
 
-            def remove_columns(self, name: str) -> list[dict[str, Any]]:
-                return [{"fine_label": row["fine_label"]} for row in self.rows]
-
             def __len__(self) -> int:
                 return len(self.rows)
 
-            def __getitem__(self, index: int) -> dict[str, Any]:
-                return self.rows[index]
+            def __getitem__(self, index: int | str) -> Any:
+                return [row[index] for row in self.rows] if isinstance(index, str) else self.rows[index]
 
         module = types.ModuleType("datasets")
         splits = {name: types.SimpleNamespace(num_examples=8) for name in ("train", "validation")}
@@ -349,6 +351,16 @@ class TestHub:
         monkeypatch.setitem(sys.modules, "datasets", module)
         monkeypatch.setattr("hiap.data.find_spec", lambda name: True)
         monkeypatch.delitem(sys.modules, "timm.data.readers.reader_hfds", raising=False)
+        return texts
+
+    @pytest.mark.parametrize("share", [None, 0.5])
+    def test_labels_may_be_texts(self, texts: list[bool], share: float | None) -> None:
+        texts.append(True)
+        data = opened("hfds/mine", input_key="img", target_key="fine_label", val_split=share)
+        assert (data.classes, data.class_names) == (2, ["ant", "cat"])
+        assert sorted(torch.cat([y for _, y in data.val(4)]).tolist()) == [0] * (data.val_size // 2) + [1] * (
+            data.val_size // 2
+        )
 
     def test_columns_of_other_names_are_read(self) -> None:
         data = opened("hfds/mine", input_key="img", target_key="fine_label", val_split=0.25)
@@ -375,3 +387,11 @@ class TestHub:
     def test_columns_of_a_folder_are_refused(self, photos: Path) -> None:
         with pytest.raises(ValueError, match=r"--input-key and --target-key are columns of hfds/\.\.\. and hfids"):
             opened(photos, input_key="img")
+
+
+@pytest.mark.parametrize("kind", ["webp", "gif", "tiff", "bmp", "ppm", "jpg"])
+def test_every_kind_of_image_is_read(photos: Path, kind: str) -> None:
+    for file in (photos / "val").glob("*/*.png"):
+        Image.open(file).convert("RGB").save(file.with_suffix(f".{kind}"), save_all=kind in ("gif", "tiff"))
+        file.unlink()
+    assert sum(len(y) for _, y in opened(photos, strict=True).val(3)) == 8

@@ -141,6 +141,11 @@ def test_what_is_no_batch_is_refused(batch: Any, message: str) -> None:
         list(bound([batch], classes=5).train(0, 0, 8, 0, 1))
 
 
+def test_an_empty_validation_loader_is_refused() -> None:
+    with pytest.raises(ValueError, match="the validation loader is empty: give it images"):
+        list(as_data((DataLoader(plain(), batch_size=8), []), Config(batch_size=8), CPU).val(8))
+
+
 def test_several_processes_need_data_that_knows_of_them() -> None:
     pair = (DataLoader(plain(), batch_size=8),) * 2
     with pytest.raises(ValueError, match="loaders of one's own are for one process, found 2: pass an object like hiap"):

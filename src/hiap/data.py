@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from PIL import Image
 from timm.data import create_dataset
+from timm.utils.misc import natural_key
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
@@ -174,6 +175,9 @@ def _read(dataset: Any, index: int, mode: str) -> tuple[Image.Image, int]:
     """An image and its label. timm's data set puts a neighbour for what it cannot read; its reader does not."""
     if isinstance(dataset, Subset):
         return _read(dataset.dataset, dataset.indices[index], mode)
+    if isinstance(dataset, Files):
+        with Image.open(dataset.paths[index]) as image:
+            return converted(image, mode), dataset.labels[index]
     if not hasattr(dataset, "reader"):
         image, label = dataset[index]
         return converted(image, mode), int(label)
@@ -189,15 +193,15 @@ def _lost(dataset: Any, index: int, error: Exception, strict: bool) -> Lost:
     return Lost(name, f"image {index} of the data set cannot be read ({name}): {error}" if strict else None)
 
 
-def _labels(dataset: Any) -> list[int]:
-    """The labels of a data set, where it keeps them beside the images without reading these."""
+def _labels(dataset: Any) -> list[Any]:
+    """The labels of a data set as it keeps them, without reading the images where they are kept beside these."""
     if isinstance(dataset, Subset):
         every = _labels(dataset.dataset)
         return [every[i] for i in dataset.indices]
     if hasattr(dataset, "reader"):  # of the Hugging Face hub
-        return [int(label) for label in dataset.reader.iter_targets()]
-    kept = getattr(dataset, "labels", getattr(dataset, "targets", None))
-    return [int(label) for label in ((one[1] for one in dataset) if kept is None else kept)]
+        return list(dataset.reader.dataset[dataset.reader.label_key])
+    kept = getattr(dataset, "targets", None)
+    return [int(label) for label in ((dataset[i][1] for i in range(len(dataset))) if kept is None else kept)]
 
 
 class _Bytes(Dataset[Any]):
@@ -333,6 +337,9 @@ def _open_named(
     if hub:
         check_columns(name, train.reader.dataset.column_names, *keys)
     index = _class_index(train)
+    if hub and not index and isinstance((labels := _labels(train))[0], str):
+        index = {label: i for i, label in enumerate(sorted(set(labels), key=natural_key))}
+        train = create("train", class_map=index)
     if val_split is not None:
         sets: Sequence[Any] = [Subset(train, chosen) for chosen in split_off(_labels(train), val_split, seed)]
     else:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from PIL import Image
 from timm.data.readers.img_extensions import get_img_extensions
 from timm.utils.misc import natural_key
 
@@ -41,12 +40,6 @@ class Files:
 
     def __len__(self) -> int:
         return len(self.paths)
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        with open(self.paths[index], "rb") as source:
-            image = Image.open(source)
-            image.load()
-        return image, self.labels[index]
 
     def name(self, index: int) -> str:
         return os.path.relpath(self.paths[index], self.root)

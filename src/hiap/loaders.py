@@ -108,8 +108,11 @@ class LoaderData:
             raise ValueError(f"the training loader ended after {position} batches; its length says {bound.steps}")
 
     def val(self, batch: int) -> Iterator[Batch]:
+        images = None
         for images, labels in self._pass(self._val, 0):
             yield images.to(self._device, non_blocking=True), labels.to(self._device, non_blocking=True)
+        if images is None:
+            raise ValueError("the validation loader is empty: give it images")
 
     def _pass(self, loader: Any, epoch: int) -> Iterator[Batch]:
         """One pass, with random numbers of its own: those of the process stay where they are."""

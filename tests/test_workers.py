@@ -17,12 +17,13 @@ SECONDS = 10
 
 # Imports once, then ends a process of its own in every way it is told: one a line, as data, workers, way and folder.
 SCRIPT = """
-import json, os, signal, sys, time
+import gc, json, os, signal, sys, time
 from pathlib import Path
 import torch, webdataset.filters, webdataset.tariterators
 from hiap.data import open_data
 from hiap.images import Augmentation, Loading
 
+gc.freeze()  # what is imported is not looked through again at every end
 for line in sys.stdin:
     data, workers, way, folder = json.loads(line)
     process = os.fork()

@@ -185,7 +185,7 @@ def _walk(folder: str, root: str) -> Listing:
         if not folders and len(found) == before:
             empty.append(os.path.relpath(place, root))
     if not found:
-        raise ValueError(f"{folder} has no image below it; known are {', '.join(types)}")
+        raise ValueError(f"--data {root!r} cannot be read: Found 0 images in {folder}; known are {', '.join(types)}")
     if empty:
         warnings.warn(f"there is no image in {named(sorted(empty))}, so that this is no class", stacklevel=4)
     return sorted(sorted(found), key=lambda one: natural_key(one[0]))  # the same everywhere, where 01 is also 1

@@ -35,12 +35,14 @@ __all__ = [
     "Config",
     "Controller",
     "Counts",
+    "Data",
     "ExtractionError",
     "Floors",
     "Gate",
     "LatencyCost",
     "LatencyError",
     "LatencyTable",
+    "LoaderData",
     "MacCost",
     "ParamCost",
     "Provenance",
@@ -76,6 +78,10 @@ def __getattr__(name: str) -> Any:
         from hiap.train import prune
 
         return prune
+    if name in ("Data", "LoaderData"):
+        import hiap.data
+
+        return getattr(hiap.data, name)
     if name in ("Config", "read_config"):
         import hiap.config
 

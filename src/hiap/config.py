@@ -75,9 +75,15 @@ class Config:
     # data
     data: str = _option(
         "digits",
-        "folder with train/ and val/; NAME:ROOT of timm, with an index (torch/..., hfds/...) or streamed (wds/..., "
-        "hfids/...); or 'digits'",
+        "folder with train/ and val/ (or validation/, valid/, test/); CSV file of path,label; NAME:ROOT of timm, with "
+        "an index (torch/..., hfds/...) or streamed (wds/..., hfids/...); or 'digits'",
     )
+    val_split: float | None = _option(
+        None, "share of the training images to validate on, such as 0.1, instead of a validation part of the data"
+    )
+    input_key: str | None = _option(None, "column of the images of hfds/... and hfids/...; 'image' by default")
+    target_key: str | None = _option(None, "column of their labels; 'label' by default")
+    download: bool = _option(False, "fetch a data set of torchvision (torch/...) that is not there")
     data_device: str = _option("loader", "'loader' reads by workers; 'cpu' or 'cuda' holds the set in memory as bytes")
     workers: int = _option(4, "loader processes")
     strict_data: bool = _option(False, "fail on an image that cannot be read instead of skipping it")
@@ -249,6 +255,7 @@ class Config:
             ("accounting", "exact or paper", self.accounting in ("exact", "paper")),
             ("keep", "last or best", self.keep in ("last", "best")),
             ("gate_mode", "importance or gradient", self.gate_mode in ("importance", "gradient")),
+            ("val_split", "a share above 0 and below 1", self.val_split is None or 0 < self.val_split < 1),
             ("data_device", "loader, cpu or cuda", self.data_device in ("loader", "cpu", "cuda")),
             ("trackers", f"some of {', '.join(TRACKERS)}", set(self.trackers) <= set(TRACKERS)),
             *(

@@ -1,170 +1,114 @@
 """Batches of images that are a function of seed, epoch and position alone, so that a run can go on where it stopped.
 
 Three kinds of data: bytes held in memory (small sets, augmented a batch at a time on the device that holds them), data
-sets of timm with an index (an image folder or a name its factory reads), and streams. The images of the last two are
-augmented one at a time by loader workers.
+sets with an index (a folder, a CSV table or a name timm's factory reads), and streams. The images of the last two are
+augmented one at a time by loader workers. Loaders of one's own are a fourth kind, with a promise of their own.
 """
 
 from __future__ import annotations
 
-import copy
+import os
 import warnings
 from collections.abc import Iterator, Sequence
-from importlib.resources import as_file, files
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from PIL import Image
-from safetensors.torch import load_file
 from timm.data import create_dataset
-from timm.data.readers.img_extensions import add_img_extensions, del_img_extensions, is_img_extension
+from timm.utils.misc import natural_key
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
-from hiap.images import Augmentation, Batch, Loading, collate, converted, deliver, mix_seed, outlive_signals, transform
-from hiap.streams import StreamData, open_stream
+from hiap.config import Config
+from hiap.files import HINT, Files, list_folder, read_table, split_off
+from hiap.held import ByteData, digits
+from hiap.images import (
+    Augmentation,
+    Batch,
+    Loading,
+    Lost,
+    Sample,
+    collate,
+    converted,
+    deliver,
+    mix_seed,
+    named,
+    order,
+    outlive_signals,
+    transform,
+)
+from hiap.loaders import LoaderData
+from hiap.streams import StreamData, check_columns, open_stream
 
-__all__ = ["Augmentation", "ByteData", "Data", "FolderData", "digits", "mix_seed", "open_data"]
+__all__ = [
+    "Augmentation",
+    "ByteData",
+    "Data",
+    "FolderData",
+    "LoaderData",
+    "as_data",
+    "digits",
+    "mix_seed",
+    "open_data",
+]
 
 SPLITS = ("train", "validation")
-EXTENSIONS = (".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")  # of images, besides timm's own
 KINDS = {"torch": "torchvision", "hfds": "datasets", "hfids": "datasets", "wds": "webdataset"}  # and what reads them
 
 
+@runtime_checkable
 class Data(Protocol):
-    """Training and validation batches of one data set, normalised and on the device."""
+    """Training and validation batches of one data set; `hiap.prune(config, out, data=...)` takes any object like this.
+
+    A batch is (images, labels): float images (B, C, H, W), normalised, of the size the model sees; whole labels (B)
+    below `classes`; both on the device of the run.
+
+    A run that was stopped goes on bit by bit as if it had not been if the batches are a function of epoch and position
+    (and a seed of one's own) alone. For ordinary loaders of torch there is `LoaderData`.
+
+    Attributes:
+        classes: number of classes.
+        class_names: in the order of the labels, or None; they are saved with the model.
+    """
 
     classes: int
     class_names: list[str] | None
 
     @property
-    def train_size(self) -> int: ...
-
-    @property
-    def val_size(self) -> int: ...
-
-    def train(self, epoch: int, start: int, batch: int, rank: int, world: int) -> Iterator[Batch]:
-        """Batches of this rank from position `start` of an epoch on; `batch` is over all ranks."""
-
-    def val(self, batch: int) -> Iterator[Batch]:
-        """The validation set, in order."""
-
-
-def order(seed: int, epoch: int, size: int) -> Tensor:
-    """The order of the images in an epoch."""
-    return torch.randperm(size, generator=torch.Generator("cpu").manual_seed(mix_seed(seed, epoch)), device="cpu")
-
-
-class ByteData:
-    """Images held as bytes on a device and augmented there.
-
-    Args:
-        train, val: images (N, C, H, W) uint8 and labels (N).
-        size: height and width the model sees.
-        normalisation: mean and std of each channel.
-    """
-
-    def __init__(
-        self,
-        train: Batch,
-        val: Batch,
-        size: tuple[int, int],
-        normalisation: tuple[Sequence[float], Sequence[float]],
-        augmentation: Augmentation,
-        device: torch.device,
-        seed: int = 0,
-        class_names: list[str] | None = None,
-    ) -> None:
-        self._train = (train[0].to(device), train[1].to(device))
-        self._val = (val[0].to(device), val[1].to(device))
-        self.size, self.augmentation, self.device, self.seed = size, augmentation, device, seed
-        mean, std = (torch.tensor(list(values), device=device).view(1, -1, 1, 1) for values in normalisation)
-        self._mean, self._std = mean * 255, std * 255
-        self.classes = int(train[1].max()) + 1 if class_names is None else len(class_names)
-        self.class_names = class_names
-
-    @property
     def train_size(self) -> int:
-        return len(self._train[1])
+        """Training images. An epoch has `train_size // batch` steps: a rest that fills no batch is left out."""
 
     @property
     def val_size(self) -> int:
-        return len(self._val[1])
+        """Validation images."""
 
     def train(self, epoch: int, start: int, batch: int, rank: int, world: int) -> Iterator[Batch]:
-        indices = order(self.seed, epoch, self.train_size).to(self.device)
-        for position in range(start, self.train_size // batch):
-            chosen = indices[position * batch : (position + 1) * batch]
-            generator = torch.Generator("cpu").manual_seed(mix_seed(self.seed, epoch, position))
-            draws = torch.rand(len(chosen), 4, generator=generator, device="cpu")
-            mine = slice(rank * batch // world, (rank + 1) * batch // world)
-            images = self._normalise(self._train[0][chosen[mine]])
-            yield self._vary(images, draws[mine].to(self.device)), self._train[1][chosen[mine]]
+        """The batches `start`, `start + 1`, ... `train_size // batch - 1` of an epoch.
+
+        Args:
+            batch: images of a batch over all processes; this one has those from `rank * batch // world` to
+                `(rank + 1) * batch // world` of them.
+        """
 
     def val(self, batch: int) -> Iterator[Batch]:
-        for images, labels in zip(torch.split(self._val[0], batch), torch.split(self._val[1], batch), strict=True):
-            yield self._resize(self._normalise(images)), labels
-
-    def held_out(self) -> ByteData:
-        """The same without its validation images: a tenth of the training images, drawn at random, stands for them."""
-        other = copy.copy(self)
-        generator = torch.Generator("cpu").manual_seed(0)
-        mixed = torch.randperm(self.train_size, generator=generator, device="cpu").to(self.device)
-        tenth = self.train_size // 10
-        other._val = (self._train[0][mixed[:tenth]], self._train[1][mixed[:tenth]])
-        other._train = (self._train[0][mixed[tenth:]], self._train[1][mixed[tenth:]])
-        return other
-
-    def first(self, count: int) -> ByteData:
-        """The same with the first `count` of its training images."""
-        other = copy.copy(self)
-        other._train = (self._train[0][:count], self._train[1][:count])
-        return other
-
-    def _normalise(self, images: Tensor) -> Tensor:
-        return (images.float() - self._mean) / self._std
-
-    def _resize(self, images: Tensor) -> Tensor:
-        if images.shape[-2:] == self.size:
-            return images
-        return F.interpolate(images, self.size, mode="bicubic", align_corners=False)
-
-    def _vary(self, images: Tensor, draws: Tensor) -> Tensor:
-        """A random crop and flip of each image, resampled straight to the size of the model."""
-        side = (self.augmentation.crop + (1 - self.augmentation.crop) * draws[:, 0]).sqrt()
-        flip = 1 - 2 * (draws[:, 1] < self.augmentation.flip).float()
-        theta = torch.zeros(len(images), 2, 3, device=images.device)
-        theta[:, 0, 0], theta[:, 1, 1] = side * flip, side
-        theta[:, :, 2] = (1 - side).unsqueeze(1) * (2 * draws[:, 2:] - 1)
-        grid = F.affine_grid(theta, [len(images), images.shape[1], *self.size], align_corners=False)
-        return F.grid_sample(images, grid, mode="bicubic", padding_mode="reflection", align_corners=False)
-
-
-def digits() -> tuple[Batch, Batch]:
-    """The handwritten digits of scikit-learn (8 x 8, 10 classes): every fifth image is for validation."""
-    with as_file(files("hiap") / "digits.safetensors") as path:
-        data = load_file(path)
-    images, labels = data["images"].unsqueeze(1), data["labels"].long()
-    val = torch.arange(len(labels)) % 5 == 0
-    return (images[~val], labels[~val]), (images[val], labels[val])
+        """The whole validation set once, in order, in batches of at most so many; every process sees all of it."""
 
 
 class FolderData:
-    """Data sets of timm with random access, read by loader workers.
+    """Data sets with random access, read by loader workers.
 
     Args:
-        train, val: the data sets, as `timm.data.create_dataset` makes them.
+        train, val: files, data sets as `timm.data.create_dataset` makes them, or subsets of these.
     """
 
     def __init__(self, train: Any, val: Any, class_names: list[str] | None, loading: Loading) -> None:
         self.loading, self.class_names = loading, class_names
         vary, plain = loading.transforms()
         self._train, self._val = _Varied(train, vary, loading), _Varied(val, plain, loading)
-        self.classes = len(class_names) if class_names else int(max(train[i][1] for i in range(len(train)))) + 1
+        self.classes = len(class_names) if class_names else max(_labels(train)) + 1
 
     @property
     def train_size(self) -> int:
@@ -218,19 +162,22 @@ class _Varied(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int] | None:
+    def __getitem__(self, key: tuple[int, int]) -> Sample:
         epoch, index = key
         try:
             image, label = _read(self.dataset, index, self.loading.mode)
         except Exception as error:
-            if self.loading.strict:
-                raise ValueError(f"image {index} of the data set cannot be read: {error}") from error
-            return None
+            return _lost(self.dataset, index, error, self.loading.strict)
         return transform(self.change, image, mix_seed(self.loading.seed, epoch, index)), label
 
 
 def _read(dataset: Any, index: int, mode: str) -> tuple[Image.Image, int]:
     """An image and its label. timm's data set puts a neighbour for what it cannot read; its reader does not."""
+    if isinstance(dataset, Subset):
+        return _read(dataset.dataset, dataset.indices[index], mode)
+    if isinstance(dataset, Files):
+        with Image.open(dataset.paths[index]) as image:
+            return converted(image, mode), dataset.labels[index]
     if not hasattr(dataset, "reader"):
         image, label = dataset[index]
         return converted(image, mode), int(label)
@@ -239,8 +186,26 @@ def _read(dataset: Any, index: int, mode: str) -> tuple[Image.Image, int]:
         return converted(image, mode), int(label)
 
 
+def _lost(dataset: Any, index: int, error: Exception, strict: bool) -> Lost:
+    if isinstance(dataset, Subset):
+        return _lost(dataset.dataset, dataset.indices[index], error, strict)
+    name = dataset.name(index) if isinstance(dataset, Files) else f"image {index}"
+    return Lost(name, f"image {index} of the data set cannot be read ({name}): {error}" if strict else None)
+
+
+def _labels(dataset: Any) -> list[Any]:
+    """The labels of a data set as it keeps them, without reading the images where they are kept beside these."""
+    if isinstance(dataset, Subset):
+        every = _labels(dataset.dataset)
+        return [every[i] for i in dataset.indices]
+    if hasattr(dataset, "reader"):  # of the Hugging Face hub
+        return list(dataset.reader.dataset[dataset.reader.label_key])
+    kept = getattr(dataset, "targets", None)
+    return [int(label) for label in ((dataset[i][1] for i in range(len(dataset))) if kept is None else kept)]
+
+
 class _Bytes(Dataset[Any]):
-    """Images of a data set as bytes of one size; None where one cannot be read."""
+    """Images of a data set as bytes of one size."""
 
     def __init__(self, dataset: Any, loading: Loading) -> None:
         self.dataset, self.loading = dataset, loading
@@ -248,97 +213,199 @@ class _Bytes(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int] | None:
+    def __getitem__(self, index: int) -> Sample:
         try:
             image, label = _read(self.dataset, index, self.loading.mode)
             pixels = np.array(image.resize(self.loading.size[::-1], Image.Resampling.BICUBIC))
         except Exception as error:
-            if self.loading.strict:
-                raise ValueError(f"image {index} of the data set cannot be read: {error}") from error
-            return None
+            return _lost(self.dataset, index, error, self.loading.strict)
         pixels = pixels[..., None] if pixels.ndim == 2 else pixels
         return torch.from_numpy(pixels).permute(2, 0, 1).contiguous(), int(label)
 
 
 def _hold(dataset: Any, loading: Loading) -> Batch:
     """A whole data set in memory."""
-    loader = DataLoader(_Bytes(dataset, loading), batch_size=256, num_workers=loading.workers, collate_fn=list)
-    read = [sample for batch in loader for sample in batch]
-    kept = [sample for sample in read if sample is not None]
-    if len(kept) < len(read):
-        warnings.warn(f"{len(read) - len(kept)} images cannot be read and are skipped", stacklevel=2)
+    loader = DataLoader(
+        _Bytes(dataset, loading),
+        batch_size=256,
+        num_workers=loading.workers,
+        collate_fn=list,
+        worker_init_fn=outlive_signals,
+    )
+    kept: list[tuple[Tensor, int]] = []
+    lost: list[str] = []
+    for sample in (sample for batch in loader for sample in batch):
+        if not isinstance(sample, Lost):
+            kept.append(sample)
+        elif sample.fatal is not None:
+            raise ValueError(sample.fatal)
+        else:
+            lost.append(sample.name)
+    if lost:
+        told = f"{len(lost)} images cannot be read and are skipped: {named(lost)}"
+        warnings.warn(f"{told}; --strict-data makes this an error", stacklevel=2)
     if not kept:
-        raise ValueError(f"none of {len(read)} images can be read; is this an image data set?")
+        raise ValueError(f"none of {len(lost)} images can be read; is this an image data set?")
     images, labels = zip(*kept, strict=True)
     return torch.stack(images), torch.tensor(labels)
 
 
-def open_data(data: str, loading: Loading, hold: bool = False, classes: int | None = None) -> Data:
-    """The data a user names: "digits", a folder with `train` and `val`, or a name of timm's factory.
+def open_data(
+    data: str,
+    loading: Loading,
+    hold: bool = False,
+    classes: int | None = None,
+    *,
+    val_split: float | None = None,
+    input_key: str | None = None,
+    target_key: str | None = None,
+    download: bool = False,
+) -> Data:
+    """The data a user names: "digits", a folder, a CSV table, or a name of timm's factory.
 
     Args:
         hold: keep the whole set on the device as bytes and augment there.
         classes: their number, for a stream that does not say it.
+        val_split: share of the training images of each class that is taken for validation, instead of what the data
+            has for it.
+        input_key, target_key: columns of a data set of the Hugging Face hub; `image` and `label` by default.
+        download: fetch a data set of torchvision that is not there.
     """
     held = (loading.size, loading.normalisation, loading.augmentation, loading.device, loading.seed)
+    if (input_key or target_key) and not data.startswith(("hfds/", "hfids/")):
+        raise ValueError(f"--input-key and --target-key are columns of hfds/... and hfids/...; found --data {data!r}")
     if data == "digits":
+        if val_split is not None:
+            raise ValueError("digits has a validation part of its own: leave --val-split out")
         train, val = digits()
         names = [str(i) for i in range(10)]
         if loading.channels == 3:
             train, val = ((images.expand(-1, 3, -1, -1), labels) for images, labels in (train, val))
         return ByteData(train, val, *held, names)
-    name, root = _locate(data)
-    if name.startswith(("wds/", "hfids/")):
-        if hold:
-            raise ValueError(f"{data} is a stream, which is not held in memory: use --data-device loader")
-        first, second = (open_stream(name, root, split) for split in SPLITS)
-        classes = len(first.class_names) if first.class_names else classes
-        if classes is None:
-            raise ValueError(f"{data} does not say how many classes it has: pass --model-args '{{\"num_classes\": N}}'")
-        return StreamData(first, second, classes, loading)
-    try:
-        sets = [_create(name, root, split) for split in SPLITS]
-    except RuntimeError as error:
-        raise ValueError(f"--data {data!r} cannot be read: {error}") from error
-    index, other = (getattr(getattr(one, "reader", one), "class_to_idx", {}) for one in sets)
-    if index != other:  # validation has labels of its own: it gets those of training
-        if more := sorted(set(other) - set(index)):
-            raise ValueError(f"{data} has classes for validation that are not trained: {more}")
-        if not hasattr(sets[1], "reader"):
-            missing = sorted(set(index) - set(other))
-            raise ValueError(f"{data} has no validation images of {missing}, and its labels differ without: add some")
-        sets[1] = _create(name, root, SPLITS[1], class_map=index)
-    class_names = sorted(index, key=index.__getitem__) if index else None
-    if class_names and len(class_names) < 2:
-        raise ValueError(f"{data} must hold a folder a class in train and val, images right in it; found {class_names}")
+    keys = (input_key or "image", target_key or "label")
+    if data.startswith(("wds/", "hfids/")):
+        return _open_stream(data, loading, hold, classes, val_split, keys)
+    if os.path.isdir(data) or Path(data).suffix.lower() == ".csv":
+        try:
+            read = list_folder if os.path.isdir(data) else read_table
+            sets: Sequence[Any] = read(data, val_split, loading.seed)
+        except OSError as error:
+            raise ValueError(f"--data {data!r} cannot be read: {error}") from error
+        class_names: list[str] | None = sets[0].class_names
+    else:
+        sets, class_names = _open_named(data, val_split, loading.seed, keys, download)
     if hold:
         train, val = (_hold(one, loading) for one in sets)
         return ByteData(train, val, *held, class_names)
     return FolderData(sets[0], sets[1], class_names, loading)
 
 
-def _create(name: str, root: str, split: str, **options: Any) -> Any:
-    """A data set of timm, which reads PNG and JPEG alone unless told otherwise."""
-    more = [extension for extension in EXTENSIONS if not is_img_extension(extension)]
-    add_img_extensions(more)
+def _open_stream(
+    data: str, loading: Loading, hold: bool, classes: int | None, val_split: float | None, keys: tuple[str, str]
+) -> StreamData:
+    name, root = _locate(data)
+    if hold:
+        raise ValueError(f"{data} is a stream, which is not held in memory: use --data-device loader")
+    if val_split is not None:
+        raise ValueError(f"{data} is a stream, of which --val-split can take nothing: it needs a split validation")
+    first, second = (open_stream(name, root, split, *keys) for split in SPLITS)
+    classes = len(first.class_names) if first.class_names else classes
+    if classes is None:
+        raise ValueError(f"{data} does not say how many classes it has: pass --model-args '{{\"num_classes\": N}}'")
+    return StreamData(first, second, classes, loading)
+
+
+def _open_named(
+    data: str, val_split: float | None, seed: int, keys: tuple[str, str], download: bool
+) -> tuple[Sequence[Any], list[str] | None]:
+    """A data set timm's factory makes, with random access, and the names of its classes."""
+    name, root = _locate(data)
+    hub = name.startswith("hfds/")
+    options: dict[str, Any] = {"input_key": keys[0], "target_key": keys[1]} if hub else {"download": download}
+
+    def create(split: str, **more: Any) -> Any:
+        try:
+            return create_dataset(name, root=root, split=split, is_training=split == "train", **options, **more)
+        except (AssertionError, KeyError, OSError, RuntimeError, ValueError) as error:
+            if hub:
+                _check_hub(name, root, split, keys)
+            told = f"{root} does not hold it: pass --download" if "download=True" in str(error) else error
+            hint = f"; {HINT}" if hub and split != "train" else ""
+            raise ValueError(f"--data {data!r} cannot be read: {told}{hint}") from error
+
+    train = create("train")
+    if hub:
+        check_columns(name, train.reader.dataset.column_names, *keys)
+    index = _class_index(train)
+    if hub and not index and isinstance((labels := _labels(train))[0], str):
+        index = {label: i for i, label in enumerate(sorted(set(labels), key=natural_key))}
+        train = create("train", class_map=index)
+    if val_split is not None:
+        sets: Sequence[Any] = [Subset(train, chosen) for chosen in split_off(_labels(train), val_split, seed)]
+    else:
+        sets = [train, create("validation")]
+        other = _class_index(sets[1])
+        if index != other:  # validation has labels of its own: it gets those of training
+            if more := sorted(set(other) - set(index)):
+                raise ValueError(f"{data} has classes for validation that are not trained: {more}")
+            if not hub:
+                missing = sorted(set(index) - set(other))
+                raise ValueError(
+                    f"{data} has no validation images of {missing}, and its labels differ without: add some"
+                )
+            sets = [train, create("validation", class_map=index)]
+    class_names = sorted(index, key=index.__getitem__) if index else None
+    if class_names and len(class_names) < 2:
+        raise ValueError(f"{data} must have two classes or more; found {class_names}")
+    return sets, class_names
+
+
+def _class_index(dataset: Any) -> dict[str, int]:
+    index: dict[str, int] = getattr(getattr(dataset, "reader", dataset), "class_to_idx", {})
+    return index
+
+
+def _check_hub(name: str, root: str, split: str, keys: tuple[str, str]) -> None:
+    """Say it where a column is what is missing of a data set of the hub."""
+    import datasets
+
     try:
-        return create_dataset(name, root=root, split=split, is_training=split == "train", **options)
-    finally:
-        del_img_extensions(more)
+        columns = datasets.load_dataset(name.partition("/")[2], split=split, cache_dir=root).column_names
+    except Exception:  # something else is: the first error tells it
+        return
+    check_columns(name, columns, *keys)
+
+
+def as_data(data: Any, config: Config, device: torch.device, world: int = 1) -> Data:
+    """What `hiap.prune` is given as `data`: an object like `Data`, or a pair of loaders of torch.
+
+    Args:
+        world: number of processes.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: the loaders do not fit the configuration.
+    """
+    if isinstance(data, tuple | list) and len(data) == 2:
+        data = LoaderData(*data)
+    if isinstance(data, LoaderData):
+        return data.bound(config.batch_size, device, config.seed, world)
+    if isinstance(data, Data) and not isinstance(data, type):
+        return data
+    raise TypeError(
+        f"data must be a pair of loaders (train, val), or an object like hiap.Data; found {type(data).__name__}"
+    )
 
 
 def _locate(data: str) -> tuple[str, str]:
-    """timm's name and root of a data set: no name for a folder, "torch/cifar10:ROOT" for a named one."""
-    if Path(data).is_dir():
-        found = sorted(entry.name for entry in Path(data).iterdir() if entry.is_dir())
-        if "train" not in found or not {"val", "validation"} & set(found):
-            raise ValueError(f"{data} must hold the folders train and val, a folder a class in each; found {found}")
-        return "", data
+    """timm's name and root of a data set such as "torch/cifar10:ROOT"."""
     name, _, root = data.partition(":")
     kind, slash, _ = name.partition("/")
     if not slash or kind not in KINDS:
         known = ", ".join(f"{kind}/..." for kind in KINDS)
-        raise ValueError(f"--data {data!r} is no folder, no timm data set that can be read ({known}), and not 'digits'")
+        raise ValueError(
+            f"--data {data!r} is no folder, no timm data set that can be read ({known}), no CSV file and not 'digits'"
+        )
     if find_spec(KINDS[kind]) is None:
         raise ValueError(f"--data {data!r} is read with {KINDS[kind]}, which is missing: pip install {KINDS[kind]}")
     return name, root or "data"

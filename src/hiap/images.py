@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,11 +18,12 @@ from timm.data import create_transform
 from torch import Tensor
 
 __all__ = [
-    *("MODES", "Augmentation", "Batch", "Loading", "collate", "converted", "deliver", "mix_seed", "outlive_signals"),
-    "transform",
+    *("MODES", "Augmentation", "Batch", "Loaded", "Loading", "Lost", "Sample", "collate", "converted", "deliver"),
+    *("mix_seed", "named", "order", "outlive_signals", "transform"),
 ]
 
 Batch = tuple[Tensor, Tensor]
+NAMED = 3  # of many, in a message
 MODES = {1: "L", 3: "RGB"}  # of Pillow, by the channels of the model
 
 
@@ -102,6 +105,11 @@ def mix_seed(*parts: int) -> int:
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
+def order(seed: int, epoch: int, size: int) -> Tensor:
+    """The order of the images in an epoch."""
+    return torch.randperm(size, generator=torch.Generator("cpu").manual_seed(mix_seed(seed, epoch)), device="cpu")
+
+
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
     """timm's strongest posterizing keeps no bit, which is black; Pillow 13 refuses it."""
     return ImageOps.posterize(image, bits) if bits > 0 else image.point(lambda _: 0)
@@ -116,8 +124,21 @@ def converted(image: Image.Image, mode: str) -> Image.Image:
 
 
 def outlive_signals(worker: int) -> None:
-    """Let a loader worker go on when SIGTERM comes to the whole process group: the run ends it after saving."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Let a loader worker go on when SIGTERM or SIGINT comes to the whole group: the run saves first and ends it then.
+
+    SIGTERM of its own parent is how torch and `multiprocessing` end a worker, so it is obeyed. Where the sender cannot
+    be known (there is no `sigwaitinfo` on macOS), every SIGTERM is.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_await_parent, daemon=True).start()
+
+
+def _await_parent() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 def transform(change: Any, image: Image.Image, seed: int) -> Tensor:
@@ -135,42 +156,76 @@ def transform(change: Any, image: Image.Image, seed: int) -> Tensor:
             np.random.set_state(state[1])
 
 
-def deliver(loaded: Iterable[tuple[Tensor, Tensor, int]], device: torch.device, filled: bool = True) -> Iterator[Batch]:
+@dataclass(frozen=True)
+class Lost:
+    """What a loader worker hands on in place of an image.
+
+    An error raised in a worker would come with the traceback of two processes; as a value it comes as one line.
+
+    Attributes:
+        name: of the image.
+        fatal: what to raise; None skips the image.
+    """
+
+    name: str
+    fatal: str | None = None
+
+
+Sample = tuple[Tensor, int] | Lost
+Loaded = tuple[Tensor, Tensor, list[str], str | None]
+
+
+def named(names: Sequence[str]) -> str:
+    """The first few of many names."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
+
+
+def deliver(loaded: Iterable[Loaded], device: torch.device, filled: bool = True) -> Iterator[Batch]:
     """Batches on the device; what was skipped is warned of when it first happens, and counted at the end.
 
     Args:
         filled: with what `collate` put in place of lost images.
 
     Raises:
-        ValueError: no image of a batch can be read; or, where batches are not filled, none at all.
+        ValueError: no image of a batch can be read; or, where batches are not filled, none at all; or what a worker
+            cannot go on after.
     """
-    skipped, any_read = 0, False
-    for images, labels, lost in loaded:
+    skipped: list[str] = []
+    any_read = False
+    for images, labels, lost, fatal in loaded:
+        if fatal is not None:
+            raise ValueError(fatal)
         if filled and not len(labels):
-            raise ValueError("no image of a whole batch can be read; is this an image data set?")
+            raise ValueError(f"no image of a whole batch can be read ({named(lost)}); is this an image data set?")
         if lost and not skipped:
-            warnings.warn("some images cannot be read and are skipped; --strict-data makes this an error", stacklevel=2)
+            warnings.warn(
+                f"some images cannot be read and are skipped: {named(lost)}; --strict-data makes this an error",
+                stacklevel=2,
+            )
         skipped += lost
         if lost and not filled:
-            images, labels = images[:-lost], labels[:-lost]
+            images, labels = images[: -len(lost)], labels[: -len(lost)]
         if not len(labels):
             continue
         any_read = True
         yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
     if skipped and not any_read:
-        raise ValueError("no image can be read; is this an image data set?")
+        raise ValueError(f"no image can be read ({named(skipped)}); is this an image data set?")
     if skipped:
-        warnings.warn(f"{skipped} images were skipped in this pass", stacklevel=2)
+        warnings.warn(f"{len(skipped)} images were skipped in this pass: {named(skipped)}", stacklevel=2)
 
 
-def collate(samples: list[tuple[Tensor, int] | None]) -> tuple[Tensor, Tensor, int]:
+def collate(samples: list[Sample]) -> Loaded:
     """Stack what was read; for each lost image another of the batch is put at the end, so that its size stays.
 
     Where none was read, the batch is empty.
     """
-    read = [sample for sample in samples if sample is not None]
+    read = [sample for sample in samples if not isinstance(sample, Lost)]
+    lost = [sample for sample in samples if isinstance(sample, Lost)]
+    names, fatal = [one.name for one in lost], next((one.fatal for one in lost if one.fatal is not None), None)
     if not read:
-        return torch.empty(0), torch.empty(0, dtype=torch.long), len(samples)
-    filled = read + [read[i % len(read)] for i in range(len(samples) - len(read))]
+        return torch.empty(0), torch.empty(0, dtype=torch.long), names, fatal
+    filled = read + [read[i % len(read)] for i in range(len(lost))]
     images, labels = zip(*filled, strict=True)
-    return torch.stack(images), torch.tensor(labels), len(samples) - len(read)
+    return torch.stack(images), torch.tensor(labels), names, fatal

@@ -143,7 +143,13 @@ def load_data(config: Config, model: ViT, device: torch.device) -> Data:
         channels=model.patch_embed.proj.in_channels,
         **{name: own[name] for name in ("interpolation", "crop_pct", "crop_mode")},
     )
-    return open_data(config.data, loading, config.data_device != "loader", config.model_args.get("num_classes"))
+    return open_data(
+        config.data,
+        loading,
+        config.data_device != "loader",
+        config.model_args.get("num_classes"),
+        **{name: getattr(config, name) for name in ("val_split", "input_key", "target_key", "download")},
+    )
 
 
 def steps_per_epoch(config: Config, data: Data) -> int:

@@ -17,12 +17,22 @@ from typing import Any, Protocol
 import torch
 from PIL import Image
 from timm.data import create_dataset
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from hiap.images import Batch, Loading, collate, converted, deliver, mix_seed, outlive_signals, transform
+from hiap.images import (
+    Batch,
+    Loading,
+    Lost,
+    Sample,
+    collate,
+    converted,
+    deliver,
+    mix_seed,
+    outlive_signals,
+    transform,
+)
 
-__all__ = ["Stream", "StreamData", "open_stream"]
+__all__ = ["Stream", "StreamData", "check_columns", "open_stream"]
 
 
 class Stream(Protocol):
@@ -37,18 +47,21 @@ class Stream(Protocol):
     def samples(self, seed: int | None, rank: int, world: int, worker: int, workers: int) -> Iterator[Any]:
         """One pass over the samples of a worker, shuffled by a seed or in order."""
 
+    def name(self, sample: Any) -> str | None:
+        """What a sample is called, where it says so."""
+
     def read(self, sample: Any) -> tuple[Image.Image, int]:
         """The image and the label of a sample."""
 
 
-def open_stream(name: str, root: str, split: str) -> Stream:
-    """A split of "wds/NAME" under a root, or of "hfids/NAME".
+def open_stream(name: str, root: str, split: str, image: str = "image", label: str = "label") -> Stream:
+    """A split of "wds/NAME" under a root, or of "hfids/NAME" with the columns of its images and labels.
 
     Raises:
-        ValueError: it does not say how many images it has.
+        ValueError: it does not say how many images it has; it does not have these columns.
     """
     kind, _, rest = name.partition("/")
-    return Shards(name, root, split) if kind == "wds" else Hub(rest, root, split)
+    return Shards(name, root, split) if kind == "wds" else Hub(rest, root, split, image, label)
 
 
 class Shards:
@@ -65,7 +78,7 @@ class Shards:
         self.size = int(reader.num_samples)
         self.class_names: list[str] | None = None
         self._shards = [os.path.join(root, file) for file in reader.split_info.filenames]
-        self._image_keys, self._label_key = reader.input_key.split(";"), reader.target_key
+        self._image_keys, self._label_key = reader.input_key.split(";"), reader.target_key or "cls"
         self._other_label = reader.split_info.alt_label
         self._buffer = {"bufsize": reader.sample_shuffle_size, "initial": reader.sample_initial_size}
 
@@ -95,10 +108,13 @@ class Shards:
                     if not self._other_label or self._label(sample) >= 0:  # timm marks what has no label with -1
                         yield sample
             except Exception as error:  # many images at once: never skipped
-                raise ValueError(f"shard {shard} cannot be read: {error}") from error
+                raise ValueError(f"shard {shard} cannot be read: {error.args[0] if error.args else error}") from error
 
     def _label(self, sample: Any) -> int:
         return int(json.loads(sample["json"])[self._other_label] if self._other_label else sample[self._label_key])
+
+    def name(self, sample: Any) -> str | None:
+        return f"{sample['__key__']} of {os.path.basename(sample['__url__'])}"
 
     def read(self, sample: Any) -> tuple[Image.Image, int]:
         key = next((key for key in self._image_keys if key in sample), None)
@@ -109,10 +125,17 @@ class Shards:
         return image, self._label(sample)
 
 
+def check_columns(data: str, columns: list[str], image: str, label: str) -> None:
+    """Refuse a data set of the Hugging Face hub without these columns."""
+    for option, key in (("input", image), ("target", label)):
+        if key not in columns:
+            raise ValueError(f"{data} has no column {key!r}: pass --{option}-key NAME, one of {', '.join(columns)}")
+
+
 class Hub:
     """A data set of the Hugging Face hub, or a folder of its form, read without downloading the whole first."""
 
-    def __init__(self, name: str, root: str, split: str) -> None:
+    def __init__(self, name: str, root: str, split: str, image: str, label: str) -> None:
         import datasets
 
         builder = datasets.load_dataset_builder(name, cache_dir=root)
@@ -122,11 +145,14 @@ class Hub:
                 f"hfids/{name} does not say how many images its split {split} has; it tells of {list(splits)}. They "
                 f"must be in the dataset_info of its README.md; hfds/{name} counts them itself"
             )
+        if features:
+            check_columns(f"hfids/{name}", list(features), image, label)
         self.size = int(splits[split].num_examples)
-        names = getattr(features.get("label"), "names", None)
+        self._image, self._label = image, label
+        names = getattr(features.get(label), "names", None)
         self.class_names = list(names) if names else None
         self._decoder = datasets.Image()
-        self._stream = builder.as_streaming_dataset(split=split).cast_column("image", datasets.Image(decode=False))
+        self._stream = builder.as_streaming_dataset(split=split).cast_column(image, datasets.Image(decode=False))
 
     def workers(self, wanted: int, world: int) -> int:
         shards: int = self._split(self._stream, 0, world).num_shards
@@ -143,8 +169,12 @@ class Hub:
 
         return split_dataset_by_node(stream, rank=rank, world_size=world)
 
+    def name(self, sample: Any) -> str | None:
+        path: str | None = sample[self._image].get("path")
+        return path
+
     def read(self, sample: Any) -> tuple[Image.Image, int]:
-        return self._decoder.decode_example(sample["image"]), int(sample["label"])
+        return self._decoder.decode_example(sample[self._image]), int(sample[self._label])
 
 
 class StreamData:
@@ -209,11 +239,14 @@ class _Share(IterableDataset[Any]):
     world: int = 1
     skip: int = 0
 
-    def __iter__(self) -> Iterator[tuple[Tensor, int] | None]:
+    def __iter__(self) -> Iterator[Sample]:
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        for number, sample in islice(enumerate(self._samples(worker, workers)), self.skip, None):
-            yield self._read(sample, worker, number)
+        try:
+            for number, sample in islice(enumerate(self._samples(worker, workers)), self.skip, None):
+                yield self._read(sample, worker, number)
+        except ValueError as error:  # the stream itself ends here
+            yield Lost("", fatal=str(error))
 
     def _samples(self, worker: int, workers: int) -> Iterator[Any]:
         place = (self.rank, self.world, worker, workers)
@@ -227,16 +260,16 @@ class _Share(IterableDataset[Any]):
             if sample is None:
                 raise ValueError(f"there is no image for worker {worker} of rank {self.rank}: are the shards empty?")
 
-    def _read(self, sample: Any, worker: int, number: int) -> tuple[Tensor, int] | None:
+    def _read(self, sample: Any, worker: int, number: int) -> Sample:
+        name = self.stream.name(sample) or f"image {number} of worker {worker}"
         try:
             image, label = self.stream.read(sample)
             image = converted(image, self.loading.mode)
         except Exception as error:
-            if self.loading.strict:
-                raise ValueError(f"image {number} of worker {worker} cannot be read: {error}") from error
-            return None
+            told = f"image {number} of worker {worker} cannot be read ({name}): {error}"
+            return Lost(name, told if self.loading.strict else None)
         if not 0 <= label < self.classes:
-            raise ValueError(f"a label must be from 0 to {self.classes - 1}, by the number of classes; found {label}")
-        return transform(
-            self.transform, image, mix_seed(self.loading.seed, self.epoch or 0, self.rank, worker, number)
-        ), label
+            allowed = f"from 0 to {self.classes - 1}, by the number of classes"
+            raise ValueError(f"a label must be {allowed}; found {label} ({name})")
+        seed = mix_seed(self.loading.seed, self.epoch or 0, self.rank, worker, number)
+        return transform(self.transform, image, seed), label

@@ -78,9 +78,11 @@ def _plain_warnings() -> Iterator[None]:
     """Our own warnings as one line each, without the line of code they come from."""
     usual = warnings.formatwarning
 
-    def plain(message: Warning | str, category: type[Warning], file: str, line: int, text: str | None = None) -> str:
-        ours = Path(file).parent == Path(__file__).parent and category is UserWarning
-        return f"warning: {message}\n" if ours else usual(message, category, file, line, text)
+    def plain(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        ours = Path(filename).parent == Path(__file__).parent and category is UserWarning
+        return f"warning: {message}\n" if ours else usual(message, category, filename, lineno, line)
 
     warnings.formatwarning = plain
     try:

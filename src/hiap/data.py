@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
 from hiap.config import Config
-from hiap.files import HINT, Files, list_folder, read_table, split_off
+from hiap.files import HINT, Files, folder_parts, list_folder, read_table, split_off
 from hiap.held import ByteData, digits
 from hiap.images import (
     Augmentation,
@@ -50,6 +50,7 @@ __all__ = [
     "FolderData",
     "LoaderData",
     "as_data",
+    "check_source",
     "digits",
     "mix_seed",
     "open_data",
@@ -250,6 +251,21 @@ def _hold(dataset: Any, loading: Loading) -> Batch:
     return torch.stack(images), torch.tensor(labels)
 
 
+def check_source(data: str, val_split: float | None = None) -> None:
+    """Refuse a name that cannot be data, without reading any: before weights are fetched for it.
+
+    Raises:
+        ValueError: there is no such folder, file or kind of data set.
+    """
+    if os.path.isdir(data):
+        folder_parts(data, val_split)
+    elif Path(data).suffix.lower() == ".csv":
+        if not os.path.isfile(data):
+            raise ValueError(f"--data {data!r}: there is no such file")
+    elif data != "digits":
+        _locate(data)
+
+
 def open_data(
     data: str,
     loading: Loading,
@@ -288,12 +304,12 @@ def open_data(
     if os.path.isdir(data) or Path(data).suffix.lower() == ".csv":
         try:
             read = list_folder if os.path.isdir(data) else read_table
-            sets: Sequence[Any] = read(data, val_split, loading.seed)
+            sets: Sequence[Any] = read(data, val_split)
         except OSError as error:
             raise ValueError(f"--data {data!r} cannot be read: {error}") from error
         class_names: list[str] | None = sets[0].class_names
     else:
-        sets, class_names = _open_named(data, val_split, loading.seed, keys, download)
+        sets, class_names = _open_named(data, val_split, keys, download)
     if hold:
         train, val = (_hold(one, loading) for one in sets)
         return ByteData(train, val, *held, class_names)
@@ -316,7 +332,7 @@ def _open_stream(
 
 
 def _open_named(
-    data: str, val_split: float | None, seed: int, keys: tuple[str, str], download: bool
+    data: str, val_split: float | None, keys: tuple[str, str], download: bool
 ) -> tuple[Sequence[Any], list[str] | None]:
     """A data set timm's factory makes, with random access, and the names of its classes."""
     name, root = _locate(data)
@@ -341,7 +357,7 @@ def _open_named(
         index = {label: i for i, label in enumerate(sorted(set(labels), key=natural_key))}
         train = create("train", class_map=index)
     if val_split is not None:
-        sets: Sequence[Any] = [Subset(train, chosen) for chosen in split_off(_labels(train), val_split, seed)]
+        sets: Sequence[Any] = [Subset(train, chosen) for chosen in split_off(_labels(train), val_split)]
     else:
         sets = [train, create("validation")]
         other = _class_index(sets[1])

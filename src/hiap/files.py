@@ -15,7 +15,7 @@ from timm.utils.misc import natural_key
 
 from hiap.images import mix_seed, named
 
-__all__ = ["Files", "Listing", "list_folder", "read_table", "split_off"]
+__all__ = ["Files", "Listing", "folder_parts", "list_folder", "read_table", "split_off"]
 
 EXTENSIONS = (".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")  # of images, besides timm's own
 VALIDATION = ("val", "validation", "valid", "test")  # names of the validation part; the first found is taken
@@ -45,7 +45,21 @@ class Files:
         return os.path.relpath(self.paths[index], self.root)
 
 
-def list_folder(data: str, share: float | None, seed: int) -> tuple[Files, Files]:
+def folder_parts(data: str, share: float | None) -> tuple[bool, list[str]]:
+    """Whether the folders of classes are right in a folder, and the names of its validation parts.
+
+    Raises:
+        ValueError: the folder is not of a form that `list_folder` reads.
+    """
+    found = sorted(entry.name for entry in os.scandir(data) if entry.is_dir())
+    parts = [name for name in VALIDATION if name in found]
+    whole = "train" not in found
+    if (share is None and (whole or not parts)) or (whole and (parts or not found)):
+        raise ValueError(f"{data} must hold the folders train and val, a folder a class in each; found {found}; {HINT}")
+    return whole, parts
+
+
+def list_folder(data: str, share: float | None) -> tuple[Files, Files]:
     """The training and validation images of a folder.
 
     `train` beside `val`, `validation`, `valid` or `test`, with a folder a class in each; or class folders alone.
@@ -56,15 +70,11 @@ def list_folder(data: str, share: float | None, seed: int) -> tuple[Files, Files
     Raises:
         ValueError: the folder is not of this form.
     """
-    found = sorted(entry.name for entry in os.scandir(data) if entry.is_dir())
-    parts = [name for name in VALIDATION if name in found]
-    whole = "train" not in found  # class folders right in it
-    if (share is None and (whole or not parts)) or (whole and (parts or not found)):
-        raise ValueError(f"{data} must hold the folders train and val, a folder a class in each; found {found}; {HINT}")
+    whole, parts = folder_parts(data, share)
     train = _walk(data if whole else os.path.join(data, "train"), data)
     if share is not None:
         class_names = _class_names(train, data)
-        return _parted(train, class_names, data, share, seed)
+        return _parted(train, class_names, data, share)
     if len(set(parts) - {"test"}) > 1:
         warnings.warn(f"{data} has the folders {', '.join(parts)}: {parts[0]} is taken for validation", stacklevel=2)
     val = _walk(os.path.join(data, parts[0]), data)
@@ -72,7 +82,7 @@ def list_folder(data: str, share: float | None, seed: int) -> tuple[Files, Files
     return Files(train, class_names, data), Files(_trained(val, class_names, data), class_names, data)
 
 
-def read_table(data: str, share: float | None, seed: int) -> tuple[Files, Files]:
+def read_table(data: str, share: float | None) -> tuple[Files, Files]:
     """The training and validation images of a CSV file: path, label and, where it has one, split.
 
     Paths are relative to its folder. A first line `path,label` or `path,label,split` is a header.
@@ -109,7 +119,7 @@ def read_table(data: str, share: float | None, seed: int) -> tuple[Files, Files]
         raise ValueError(f"{len(missing)} files of {data} are missing: {told}; paths are relative to {root}")
     class_names = _class_names(train, data)
     if share is not None:
-        return _parted(train, class_names, root, share, seed)
+        return _parted(train, class_names, root, share)
     if not other:
         raise ValueError(f"{data} has no validation images, lines with val as a third column; {HINT}")
     return Files(train, class_names, root), Files(_trained(other, class_names, data), class_names, root)
@@ -123,15 +133,16 @@ def _cells(rows: Iterable[list[str]], data: str) -> Iterator[list[str]]:
         raise ValueError(f"{data} is no CSV file in UTF-8: {error}") from error
 
 
-def _parted(train: Listing, class_names: list[str], root: str, share: float, seed: int) -> tuple[Files, Files]:
-    first, second = split_off([name for _, name in train], share, seed)
+def _parted(train: Listing, class_names: list[str], root: str, share: float) -> tuple[Files, Files]:
+    first, second = split_off([name for _, name in train], share)
     kept, taken = ([train[i] for i in chosen] for chosen in (first, second))
     return Files(kept, class_names, root), Files(taken, class_names, root)
 
 
-def split_off(labels: Sequence[int | str], share: float, seed: int) -> tuple[list[int], list[int]]:
-    """Indices that stay for training and those taken for validation: so much of each class, drawn by the seed.
+def split_off(labels: Sequence[int | str], share: float) -> tuple[list[int], list[int]]:
+    """Indices that stay for training and those taken for validation: so much of each class, always the same ones.
 
+    They do not depend on the seed of a run, so that runs of several seeds, and `hiap evaluate`, see the same images.
     Every class of two images or more has one in either part; a class of one image is trained.
 
     Raises:
@@ -143,7 +154,7 @@ def split_off(labels: Sequence[int | str], share: float, seed: int) -> tuple[lis
     taken: set[int] = set()
     for number, label in enumerate(sorted(members, key=str)):
         own = members[label]
-        generator = torch.Generator("cpu").manual_seed(mix_seed(seed, number))
+        generator = torch.Generator("cpu").manual_seed(mix_seed(number))
         mixed = torch.randperm(len(own), generator=generator, device="cpu").tolist()
         count = min(max(1, round(share * len(own))), len(own) - 1)
         taken.update(own[i] for i in mixed[:count])

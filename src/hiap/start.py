@@ -6,6 +6,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import timm
 import torch
@@ -16,7 +17,7 @@ from hiap.attach import attach, gates
 from hiap.budget import Controller, Floors
 from hiap.config import Config, ConfigError
 from hiap.cost import Cost, MacCost, ParamCost, macs
-from hiap.data import Augmentation, ByteData, Data, open_data
+from hiap.data import Augmentation, ByteData, Data, as_data, check_source, open_data
 from hiap.families import timm as family
 from hiap.families.timm import ViT
 from hiap.images import Loading
@@ -236,7 +237,7 @@ class Setup:
         self,
         config: Config,
         device: torch.device,
-        data: Data | None = None,
+        data: Data | tuple[Any, Any] | None = None,
         cost: Callable[[ViT], Cost] | None = None,
         model: nn.Module | None = None,
         processes: int = 1,
@@ -244,12 +245,15 @@ class Setup:
         self.config = config
         config.check()
         check_parts(config, processes)
+        if data is None:
+            check_source(config.data, config.val_split)
         dense: ViT = dense_model(config) if model is None else copy.deepcopy(model).cpu()
         self.model = dense
         self.trained = config.trained or model is not None
         sites = family.sites(self.model)
         self.norm = normalisation(config, self.model)
-        self.data = data or load_data(config, self.model, device)
+        given = None if data is None else as_data(data, config, device, processes)
+        self.data = given or load_data(config, self.model, device)
         self.new_classifier = fit_classifier(config, self.model, self.data.classes) and self.trained
         note_preprocessing(self.model, self.norm, self.data)
         self.dense_epochs = self._dense_epochs()

@@ -87,14 +87,15 @@ def prune(
     out: str | Path,
     *,
     resume: bool = False,
-    data: Data | None = None,
+    data: Data | tuple[Any, Any] | None = None,
     cost: Callable[[ViT], Cost] | None = None,
     model: nn.Module | None = None,
 ) -> Result:
     """Run the whole phase and save the compact model in `out/compact`.
 
     Args:
-        data: batches of one's own, instead of what `config.data` names.
+        data: batches of one's own, instead of what `config.data` names: a pair of loaders of torch (training,
+            validation), or an object like `hiap.Data`.
         cost: makes a cost of one's own from the gated model; `config.target` is then a share of its dense value.
         model: a trained timm ViT of one's own, instead of what `config.model` and `config.weights` name. It is not
             changed.
@@ -121,7 +122,7 @@ class Run:
         config: Config,
         out: str | Path,
         resume: bool = False,
-        data: Data | None = None,
+        data: Data | tuple[Any, Any] | None = None,
         cost: Callable[[ViT], Cost] | None = None,
         model: nn.Module | None = None,
     ) -> None:

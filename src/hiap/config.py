@@ -145,7 +145,10 @@ class Config:
     sharp_end: float = _option(20.0, "the same at the freeze")
     shrink: bool = _option(True, "extract at the freeze and train on the small network")
     # optimisation
-    batch_size: int = _option(256, "images a step, over all processes")
+    batch_size: int = _option(
+        0,
+        "images a step, over all processes; by default 256, and less (at least 16) where a run had less than 200 steps",
+    )
     accumulate: int = _option(1, "parts a batch is computed in")
     opt: str = _option("adamw", "optimiser of timm")
     lr: float | None = _option(
@@ -218,7 +221,7 @@ class Config:
         share = "a share from 0 to 1"
         rules = [
             (name, "at least 1", getattr(self, name) >= 1)
-            for name in ("epochs", "batch_size", "accumulate", "round_to", "eval_every")
+            for name in ("epochs", "accumulate", "round_to", "eval_every")
         ]
         for name in (
             "lr",
@@ -262,7 +265,7 @@ class Config:
                 (name, "at least 0", (getattr(self, name) or 0) >= 0)
                 for name in (
                     *("dense_epochs", "workers", "seed", "min_heads", "min_lr", "warmup_epochs", "weight_decay"),
-                    *("mixup", "cutmix", "clip_grad"),
+                    *("mixup", "cutmix", "clip_grad", "batch_size"),
                 )
             ),
             (

@@ -46,4 +46,6 @@ def evaluate(
         best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == y.unsqueeze(1)
         right += torch.stack([best[:, 0].sum(), best.sum()]).cpu()
         seen += len(y)
+    if not seen:
+        raise ValueError("there is no image to validate on")
     return {"top1": 100 * right[0].item() / seen, "top5": 100 * right[1].item() / seen, "images": seen}

@@ -58,7 +58,7 @@ class LoaderData:
         self._batch, self._device, self._seed = _batch_size(train), torch.device("cpu"), 0
 
     def bound(self, batch: int, device: torch.device, seed: int, world: int = 1) -> LoaderData:
-        """The same for a run: its batch size, device, seed and number of processes.
+        """The same for a run: its batch size (0: that of the loader), device, seed and number of processes.
 
         Raises:
             ValueError: the loader has batches of another size; there is more than one process.
@@ -69,11 +69,19 @@ class LoaderData:
                 "which images are whose"
             )
         own = _batch_size(self._train)
+        batch = batch or own or 0
+        if not batch:
+            raise ValueError("the training loader does not say its batch_size: pass it in the configuration")
         if own not in (None, batch):
             raise ValueError(f"the training loader has batches of {own}, the configuration of {batch}: make them alike")
         other = copy.copy(self)
         other._batch, other._device, other._seed = batch, device, seed
         return other
+
+    @property
+    def batch(self) -> int | None:
+        """Images of a training batch."""
+        return self._batch
 
     @property
     def steps(self) -> int:

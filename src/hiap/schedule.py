@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["Schedule", "dense_rate", "pruning_rate"]
+__all__ = ["BATCH", "Schedule", "dense_rate", "pruning_rate"]
 
 PAPER_EPOCHS = 300
-BATCH = 256  # that the rates below are given for
+BATCH = 256  # by default, and what the rates below are given for
 PRUNING, MOST = 5e-4, 1e-3  # peak learning rate while pruning, and the most it becomes with large batches
 LONG = 300_000  # images in all epochs, from which on the rate falls
 FINE_TUNING, SCRATCH = 1e-4, 1e-3  # peak learning rate of a dense model, with weights and without

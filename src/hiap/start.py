@@ -6,6 +6,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import timm
@@ -17,13 +18,13 @@ from hiap.attach import attach, gates
 from hiap.budget import Controller, Floors
 from hiap.config import Config, ConfigError
 from hiap.cost import Cost, MacCost, ParamCost, macs
-from hiap.data import Augmentation, ByteData, Data, as_data, check_source, open_data
+from hiap.data import Augmentation, ByteData, Data, LoaderData, as_data, check_source, open_data
 from hiap.families import timm as family
 from hiap.families.timm import ViT
 from hiap.images import Loading
 from hiap.latency import UNITS, LatencyCost
 from hiap.objective import Teacher
-from hiap.schedule import Schedule, dense_rate, pruning_rate
+from hiap.schedule import BATCH, Schedule, dense_rate, pruning_rate
 from hiap.target import Target
 from hiap.weights import dense_model, load_weights, read_weights, short_reason
 
@@ -43,6 +44,7 @@ __all__ = [
 ]
 
 ENOUGH = 200  # steps that gates and weights need to learn anything
+LEAST = 16  # images of a batch, by default
 Normalisation = tuple[tuple[float, ...], tuple[float, ...]]  # mean and std, a value a channel
 
 
@@ -165,6 +167,16 @@ def steps_per_epoch(config: Config, data: Data) -> int:
     return steps
 
 
+def default_batch(config: Config, data: Data) -> int:
+    """The batch size where none is given: a loader's own, else 256, or less so that a short run has enough steps."""
+    if isinstance(data, LoaderData) and data.batch:
+        return data.batch
+    batch = BATCH
+    while batch > LEAST and config.epochs * (data.train_size // batch) < ENOUGH:
+        batch //= 2
+    return batch
+
+
 def check_parts(config: Config, processes: int = 1) -> None:
     """Refuse batches that processes cannot take apart as the configuration wants it."""
     size = config.batch_size
@@ -242,9 +254,7 @@ class Setup:
         model: nn.Module | None = None,
         processes: int = 1,
     ) -> None:
-        self.config = config
         config.check()
-        check_parts(config, processes)
         if data is None:
             check_source(config.data, config.val_split)
         dense: ViT = dense_model(config) if model is None else copy.deepcopy(model).cpu()
@@ -254,6 +264,8 @@ class Setup:
         self.norm = normalisation(config, self.model)
         given = None if data is None else as_data(data, config, device, processes)
         self.data = given or load_data(config, self.model, device)
+        self.config = config = replace(config, batch_size=config.batch_size or default_batch(config, self.data))
+        check_parts(config, processes)
         self.new_classifier = fit_classifier(config, self.model, self.data.classes) and self.trained
         note_preprocessing(self.model, self.norm, self.data)
         self.dense_epochs = self._dense_epochs()

@@ -143,6 +143,7 @@ class Run:
             check_target(self.out / "compact")
             RunFolder.check(self.out, resume)
         self.parts = parts = Setup(config, self.device, data, cost, model, self.world)
+        self.config = parts.config  # with what was left open decided
         self.data, self.norm, self.dense_macs = parts.data, parts.norm, parts.dense_macs
         self.per_epoch, self.schedule, self.kinds = parts.per_epoch, parts.schedule, parts.kinds
         self.dense = parts.model.to(self.device)
@@ -562,7 +563,7 @@ class Run:
         """The accuracy of the dense model, with a warning where it seems to know nothing."""
         self.raw, self.average = self.dense, None
         top1 = self.record["dense_top1"] = self._accuracy()
-        images, chance = self.data.val_size, 100 / self.data.classes
+        images, chance = max(1, self.data.val_size), 100 / self.data.classes
         if self.main:
             self.progress.say(f"dense    top-1 {top1:.2f} % on {images} validation images")
         spread = (chance * (100 - chance) / images) ** 0.5

@@ -97,7 +97,7 @@ def test_timm_creates_it(tmp_path: Path) -> None:
         assert torch.equal(model(x), compact(x))
     model = timm.create_model(f"local-dir:{tmp_path / 'model'}", num_classes=4, img_size=48)
     assert model.num_classes == 4 and model.patch_embed.grid_size == (6, 6)
-    with pytest.raises(ValueError, match="takes num_classes and img_size; found drop_rate"):
+    with pytest.raises(ValueError, match="num_classes, img_size, features_only and out_indices; found drop_rate"):
         timm.create_model(f"local-dir:{tmp_path / 'model'}", drop_rate=0.1)
     with pytest.raises(ValueError, match="local-dir:FOLDER"):
         timm.create_model("hiap_vit")
@@ -284,8 +284,13 @@ def test_a_failed_save_leaves_the_old_folder(tmp_path: Path, monkeypatch: pytest
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("safetensors.torch.save_file", full_disk)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(
+        hiap.CheckpointError,
+        match=r"model cannot be written: .*No space left on device; the model that was there is unchanged",
+    ):
         hiap.save(compact_of(seed=2), tmp_path / "model")
+    with pytest.raises(hiap.CheckpointError, match=r"new cannot be written: .*No space left.*; nothing was written"):
+        hiap.save(compact_of(seed=2), tmp_path / "new")
     assert torch.equal(hiap.load(tmp_path / "model")(images(old)), old(images(old)))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
 

@@ -390,6 +390,8 @@ def build(recipe: Recipe) -> ViT:
     arguments["act_layer"] = _ACTIVATIONS[arguments["act_layer"]]
     for name in ("img_size", "patch_size"):
         arguments[name] = tuple(arguments[name])
+    if recipe["class"] == VisionTransformer.__name__:
+        arguments["weight_init"] = "skip"  # most of the time it takes, and there is nothing to initialise
     with torch.device("meta"):
         model = _CLASSES[recipe["class"]](**arguments)
     for block, (first, second) in zip(model.blocks, recipe["drop_path"], strict=True):

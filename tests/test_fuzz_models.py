@@ -40,7 +40,9 @@ def random_options(chance: random.Random) -> dict[str, Any]:
     token, pad = chance.random() < 0.7, chance.random() < 0.2
     dynamic = pad or chance.random() < 0.2
     pools = ["avg", "avgmax", "max", "map", "prr", ""] + ["token"] * 4 * token
-    width = heads * chance.randint(2, 5)
+    head_dim = chance.randint(1, 5)
+    width = heads * head_dim
+    norms = [norm for norm in NORMS if head_dim > 1 or norm != "simplenorm"]  # it divides by the spread of one value
     return {
         "img_size": tuple(chance.randint(1, 3) * side + (chance.randrange(side) if pad else 0) for side in patch),
         "patch_size": patch,
@@ -65,8 +67,8 @@ def random_options(chance: random.Random) -> dict[str, Any]:
         "pool_include_prefix": chance.random() < 0.3,
         "dynamic_img_size": dynamic,
         "dynamic_img_pad": pad,
-        "embed_norm_layer": chance.choice([None, None, None, *NORMS]),
-        "norm_layer": chance.choice(NORMS),
+        "embed_norm_layer": chance.choice([None, None, None, *norms]),
+        "norm_layer": chance.choice(norms),
         "act_layer": chance.choice(ACTIVATIONS),
         **{f"{name}_rate": chance.choice(RATES) for name in DROPS},
     }
@@ -138,10 +140,10 @@ def one_model(seed: int, folder: Path) -> None:
     hiap.save(compact, folder / "one")
     loaded = hiap.load(folder / "one")
     assert torch.equal(loaded(x), compact(x)) and loaded.hiap == compact.hiap
-    hiap.save(loaded, folder / "two")
-    assert same_bytes(folder / "one", folder / "two")
     if seed % 3:
         return
+    hiap.save(loaded, folder / "two")
+    assert same_bytes(folder / "one", folder / "two")
     again = hiap.extract(loaded, random_topology(chance, loaded, "qk_dim" in kinds), round_to=1)
     hiap.save(again, folder / "two")
     assert torch.equal(hiap.load(folder / "two")(x), again(x))

@@ -46,6 +46,9 @@ def attach(
 ) -> Model:
     """Gate a dense or compact ViT in place, all gates open, and return it.
 
+    In eval, open gates multiply weights by 1, so the outputs are those of the model before, bit by bit. Compare them
+    under the same grad mode: torch may take another attention kernel where gradients are recorded.
+
     Args:
         granularities: any of head, block, value_dim, neuron (the paper's four), qk_dim, attention.
         keep_blocks: indices of blocks that get no gate; negative ones count from the end.

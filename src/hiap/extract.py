@@ -242,8 +242,9 @@ def difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
 
 @torch.no_grad()
 def probe(model: ViT, dtype: torch.dtype, images: int = 2) -> tuple[Tensor, Tensor]:
-    """Features and logits of a copy of the model, in eval and this dtype, on fixed random images."""
-    model = copy.deepcopy(model).to(dtype).eval()
+    """Features and logits of a model, as they are in eval and this dtype, on fixed random images."""
+    if any(m.training for m in model.modules()) or any(p.dtype != dtype for p in model.parameters()):
+        model = copy.deepcopy(model).to(dtype).eval()
     x = probe_images(model, images).to(next(model.parameters()))
     with torch.autocast(x.device.type, enabled=False):
         features = model.forward_features(x)

@@ -50,7 +50,7 @@ def random_options(chance: random.Random) -> dict[str, Any]:
         "num_classes": chance.choice([0, 1, 3, 7]),
         "global_pool": chance.choice(pools),
         "embed_dim": width,
-        "depth": chance.choice([1, 1, 2, 3]),
+        "depth": chance.choice([1, 1, 1, 2]),
         "num_heads": heads,
         "mlp_ratio": (chance.randint(1, 3 * width) + 0.5) / width,
         "qkv_bias": chance.random() < 0.7,
@@ -140,7 +140,7 @@ def one_model(seed: int, folder: Path) -> None:
     hiap.save(compact, folder / "one")
     loaded = hiap.load(folder / "one")
     assert torch.equal(loaded(x), compact(x)) and loaded.hiap == compact.hiap
-    if seed % 3:
+    if seed % 5:
         return
     hiap.save(loaded, folder / "two")
     assert same_bytes(folder / "one", folder / "two")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import hiap
 from conftest import KINDS, images, make
+from hiap.attach import check_finite
 from hiap.extract import difference, probe
 from hiap.families.timm import ViT
 from hiap.train import Run
@@ -162,3 +163,30 @@ def test_a_run_turns_what_has_gates(given: dict[str, object], turned: str, tmp_p
     after = run.raw.blocks[0].attn.qkv.weight.chunk(3)
     assert "".join(n for n, a, b in zip("qkv", before, after, strict=True) if not torch.equal(a, b)) == turned
     run.folder.close()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(value: float) -> None:
+    model = make()
+    model.blocks[1].attn.qkv.weight.data[0, :2] = value
+    message = r"^blocks\.1\.attn\.qkv\.weight has 2 values that are not finite\. The checkpoint is damaged"
+    with pytest.raises(ValueError, match=message):
+        hiap.align_heads(model, batches(model))
+    with pytest.raises(ValueError, match=message):
+        check_finite(model)
+
+
+def test_huge_weights_are_refused_and_nothing_is_changed() -> None:
+    model = make().float()
+    for p in model.parameters():
+        p.data.mul_(1e10)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"the activations in blocks\.\d\.attn are not finite, or too large to square"):
+        hiap.align_heads(model, batches(model))
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_images_that_are_not_finite_are_refused() -> None:
+    model = make()
+    with pytest.raises(ValueError, match=r"in blocks\.0\.attn are not finite, .* Are the images finite"):
+        hiap.align_heads(model, [images(model) * float("nan")])

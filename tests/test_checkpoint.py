@@ -17,7 +17,8 @@ from torch import nn
 
 import hiap
 from conftest import images, make
-from hiap.families.timm import build
+from hiap.checkpoint import check_savable
+from hiap.families.timm import build, describe
 from test_gates import granularities, scatter_logits
 
 
@@ -97,7 +98,7 @@ def test_timm_creates_it(tmp_path: Path) -> None:
         assert torch.equal(model(x), compact(x))
     model = timm.create_model(f"local-dir:{tmp_path / 'model'}", num_classes=4, img_size=48)
     assert model.num_classes == 4 and model.patch_embed.grid_size == (6, 6)
-    with pytest.raises(ValueError, match="takes num_classes and img_size; found drop_rate"):
+    with pytest.raises(ValueError, match="num_classes, img_size, features_only and out_indices; found drop_rate"):
         timm.create_model(f"local-dir:{tmp_path / 'model'}", drop_rate=0.1)
     with pytest.raises(ValueError, match="local-dir:FOLDER"):
         timm.create_model("hiap_vit")
@@ -284,8 +285,13 @@ def test_a_failed_save_leaves_the_old_folder(tmp_path: Path, monkeypatch: pytest
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("safetensors.torch.save_file", full_disk)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(
+        hiap.CheckpointError,
+        match=r"model cannot be written: .*No space left on device; the model that was there is unchanged",
+    ):
         hiap.save(compact_of(seed=2), tmp_path / "model")
+    with pytest.raises(hiap.CheckpointError, match=r"new cannot be written: .*No space left.*; nothing was written"):
+        hiap.save(compact_of(seed=2), tmp_path / "new")
     assert torch.equal(hiap.load(tmp_path / "model")(images(old)), old(images(old)))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
 
@@ -334,3 +340,157 @@ def test_names_of_an_earlier_classifier_are_dropped(tmp_path: Path) -> None:
     loaded.reset_classifier(5)
     hiap.save(loaded.double(), tmp_path / "model")
     assert not hasattr(hiap.load(tmp_path / "model"), "class_names")
+
+
+def test_a_folder_of_the_first_release_loads() -> None:
+    model = hiap.load(Path(__file__).parent / "fixtures/format1")
+    assert {p.dtype for p in model.parameters()} == {torch.float16} and model.class_names == ["cat", "dog", "eel"]
+    assert model.blocks[1].attn is None and model.hiap.topology.blocks[0].neurons == (0, 3, 5, 6)
+    logits = torch.tensor([[0.6483705956567011, 0.4362797233657123, 0.018874689767510944]], dtype=torch.float64)
+    model = model.double()
+    assert (model(images(model, 1)) - logits).abs().max() < 1e-12
+
+
+ODD = {"act_layer": "hard_swish", "norm_layer": "rmsnorm", "embed_norm_layer": "layernorm", "final_norm": False}
+DROPS = {"proj_drop_rate": 0.1, "attn_drop_rate": 0.2, "drop_path_rate": 0.3, "init_values": 0.1}
+
+
+@pytest.mark.parametrize("left", [0, None])
+@pytest.mark.parametrize("branches", [["heads"], ["neurons"], ["heads", "neurons"]])
+def test_what_is_gone_everywhere_is_known_from_the_dense_model(
+    branches: list[str], left: int | None, tmp_path: Path
+) -> None:
+    model = make(**ODD, **DROPS)
+    compact = hiap.extract(model, hiap.Topology.from_counts(model, **{name: [left] * 3 for name in branches}))
+    assert compact.hiap.recipe == describe(model)
+    hiap.save(compact, tmp_path / "model")
+    loaded = hiap.load(tmp_path / "model")
+    assert torch.equal(loaded(images(model)), compact(images(model))) and loaded.hiap == compact.hiap
+    again = hiap.extract(loaded, hiap.Topology.from_counts(loaded, heads=[None] * 3, neurons=[None] * 3))
+    again.reset_classifier(5, "avg")
+    again.set_input_size((40, 48))
+    again.double()
+    hiap.save(again, tmp_path / "again")
+    loaded = hiap.load(tmp_path / "again")
+    assert torch.equal(loaded(images(again)), again(images(again)))
+    known = {"act_layer": "Hardswish", "norm_layer": "RmsNorm", "embed_norm_layer": "LayerNorm", "attn_drop_rate": 0.2}
+    now = {"num_classes": 5, "img_size": [40, 48], "global_pool": "avg"}
+    assert (known | now).items() <= loaded.hiap.recipe["arguments"].items()
+
+
+class TestSavable:
+    def test_every_kind(self, kind: str) -> None:
+        check_savable(make(kind))
+        check_savable(hiap.attach(make(kind), granularities(kind)))
+
+    def test_compact_models_and_models_without_weights(self) -> None:
+        check_savable(compact_of())
+        with torch.device("meta"):
+            check_savable(timm.create_model("vit_base_patch16_224"))
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"proj_drop_rate": 0},
+            {"act_layer": "hard_swish"},
+            {"norm_layer": "simplenorm"},
+            {"embed_norm_layer": "rmsnorm"},
+            {"mlp_ratio": 1.7},
+        ],
+        ids=str,
+    )
+    def test_what_can_be_saved(self, options: dict, tmp_path: Path) -> None:
+        check_savable(make(**options))
+        compact = compact_of(**options)
+        hiap.save(compact, tmp_path / "model")
+        assert torch.equal(hiap.load(tmp_path / "model")(images(compact)), compact(images(compact)))
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"act_layer": partial(nn.LeakyReLU, 0.2)}, r"the activation LeakyReLU\(negative_slope=0\.2\) has no name"),
+            ({"norm_layer": partial(nn.LayerNorm, bias=False)}, r"blocks\.0\.norm1 is LayerNorm\(.*bias=False\), the"),
+            ({"drop_rate": True}, "has drop_rate 'True', which no model has"),
+        ],
+        ids=["activation", "norm", "rate"],
+    )
+    def test_what_cannot(self, options: dict, message: str) -> None:
+        with pytest.raises(hiap.CheckpointError, match=message):
+            check_savable(make(**options))
+
+    def test_parts_that_were_exchanged(self) -> None:
+        other_norm, other_head, other_cfg = make("rms_norm"), make(), make()
+        other_norm.blocks[1].norm2.eps = 1e-3
+        other_head.head = nn.Sequential(nn.Linear(24, 8), nn.Linear(8, 7))
+        other_cfg.pretrained_cfg = {"input_size": torch.Size([3, 8, 8]), "dtype": torch.float16}
+        for model, message in (
+            (other_norm, r"blocks\.1\.norm2 is RmsNorm\(eps=0\.001\), the recipe gives RmsNorm\(eps=1e-06\)"),
+            (
+                other_head,
+                r"head is Sequential\(\), the recipe gives Linear\(in_features=24, out_features=7, bias=True\)",
+            ),
+            (other_cfg, "pretrained_cfg cannot be written as JSON: Object of type dtype"),
+        ):
+            with pytest.raises(hiap.CheckpointError, match=message):
+                check_savable(model)
+
+
+def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
+    compact = compact_of()
+    found = set()
+    for i in range(8):
+        hiap.save(compact, tmp_path / str(i))
+        found.add((tmp_path / str(i) / "model.safetensors").read_bytes())
+    assert len(found) == 1
+
+
+def test_files_can_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        hiap.save(compact_of(), tmp_path / "model")
+    finally:
+        os.umask(before)
+    modes = [oct(p.stat().st_mode & 0o777) for p in sorted([tmp_path / "model", *(tmp_path / "model").iterdir()])]
+    assert modes == ["0o750", "0o640", "0o640"]
+
+
+def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    (tmp_path / ".model.saving-abc/new").mkdir(parents=True)
+    (tmp_path / ".model.saving-abc/new/config.json").write_text("{")
+    (tmp_path / ".model.previous").mkdir()
+    (tmp_path / ".model2.saving-abc").mkdir()
+    hiap.save(compact_of(), tmp_path / "model")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".model.previous", ".model2.saving-abc", "model"]
+
+
+def test_timm_gives_its_feature_maps(tmp_path: Path) -> None:
+    compact = compact_of()
+    hiap.save(compact, tmp_path / "model")
+    x = images(compact)
+    features = timm.create_model(f"local-dir:{tmp_path / 'model'}", features_only=True).eval()
+    expected = compact.forward_intermediates(x, indices=3, intermediates_only=True)
+    assert [tuple(one.shape) for one in features(x)] == [(2, 24, 4, 4)] * 3
+    assert all(torch.equal(a, b) for a, b in zip(features(x), expected, strict=True))
+    one = timm.create_model(f"local-dir:{tmp_path / 'model'}", features_only=True, out_indices=[1]).eval()
+    assert len(one(x)) == 1 and torch.equal(one(x)[0], expected[1]) and one.feature_info.channels() == [24]
+
+
+def test_names_go_with_their_classes(tmp_path: Path) -> None:
+    compact = compact_of()
+    compact.pretrained_cfg = {"num_classes": 7, "label_names": list("abcdefg")}
+    hiap.save(compact, tmp_path / "model")
+    assert hiap.load(tmp_path / "model").class_names == list("abcdefg")
+    other = timm.create_model(f"local-dir:{tmp_path / 'model'}", num_classes=5).double()
+    assert not hasattr(other, "class_names")
+    hiap.save(other, tmp_path / "other")
+    loaded = hiap.load(tmp_path / "other")
+    assert not hasattr(loaded, "class_names") and "label_names" not in loaded.pretrained_cfg
+    same = hiap.load(tmp_path / "model")
+    same.reset_classifier(7)  # as many classes: the names stay unless others are given
+    hiap.save(same.double(), tmp_path / "same", class_names=list("hijklmn"))
+    assert hiap.load(tmp_path / "same").class_names == list("hijklmn")
+
+
+def test_where_it_comes_from_reads_in_a_line() -> None:
+    text = repr(compact_of().hiap)
+    assert text.startswith("Provenance(3 blocks, round_to=3, logit_difference=") and len(text) < 100

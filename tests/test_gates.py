@@ -50,6 +50,20 @@ def test_every_logit_gets_a_gradient() -> None:
         assert gate.logit.grad is not None and (gate.logit.grad != 0).all()
 
 
+@pytest.mark.parametrize("head_dim", [1, 2, 8])
+def test_open_gates_are_bit_identical_under_the_same_grad_mode_and_close_under_another(head_dim: int) -> None:
+    dense = make(embed_dim=3 * head_dim).float()
+    gated = hiap.attach(copy.deepcopy(dense), ALL)
+    frozen = hiap.attach(copy.deepcopy(dense).requires_grad_(False), ALL)
+    x = images(dense)
+    with torch.no_grad():
+        expected = dense(x)
+        assert torch.equal(gated(x), expected) and torch.equal(frozen(x), expected)
+    recorded = gated(x)
+    assert torch.equal(recorded, dense(x))
+    assert (recorded - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
 def test_open_gates_in_eval_are_bit_identical_to_the_dense_model(kind: str) -> None:
     model = make(kind)
     x = images(model)

@@ -1,4 +1,5 @@
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -170,3 +171,15 @@ def test_indices_of_other_libraries_are_read() -> None:
 def test_set_topology_needs_a_positive_logit() -> None:
     with pytest.raises(ValueError, match="logit must be positive; found -3"):
         hiap.set_topology(hiap.attach(make()), hiap.Topology.from_counts(make()), logit=-3.0)
+
+
+def test_counts_no_model_has_are_refused_before_they_are_expanded() -> None:
+    dense = {"heads": 3, "qk_dim": 8, "value_dim": 8, "neurons": 50_000_000}
+    data = {"format": 1, "dense": [dense], "blocks": [{"neurons": 50_000_000}]}
+    tracemalloc.start()
+    try:
+        with pytest.raises(hiap.TopologyError, match="have 50000051 units; at most 4194304 are read"):
+            hiap.Topology.from_json(data)
+        assert tracemalloc.get_traced_memory()[1] < 1e6
+    finally:
+        tracemalloc.stop()

@@ -21,6 +21,7 @@ from hiap.gates import GRANULARITIES, START_LOGIT, Gate, GatedLinear, NoiseSourc
 
 __all__ = [
     "attach",
+    "check_finite",
     "detach",
     "gates",
     "gates_by_block",
@@ -44,6 +45,9 @@ def attach(
     seed: int = 0,
 ) -> Model:
     """Gate a dense or compact ViT in place, all gates open, and return it.
+
+    In eval, open gates multiply weights by 1, so the outputs are those of the model before, bit by bit. Compare them
+    under the same grad mode: torch may take another attention kernel where gradients are recorded.
 
     Args:
         granularities: any of head, block, value_dim, neuron (the paper's four), qk_dim, attention.
@@ -77,6 +81,17 @@ def attach(
     family.stem(model).register_forward_pre_hook(NoiseSource(found, seed))
     model.register_load_state_dict_post_hook(_forgive_dense_checkpoint)  # type: ignore[no-untyped-call]
     return model
+
+
+def check_finite(model: nn.Module) -> None:
+    """Raise a ValueError that names the first tensor with values that are not finite."""
+    for name, tensor in model.state_dict().items():
+        wrong = 0 if tensor.is_meta else tensor.numel() - int(tensor.isfinite().sum())
+        if wrong:
+            raise ValueError(
+                f"{name} has {wrong} value{'s' * (wrong > 1)} that {'are' if wrong > 1 else 'is'} not finite. "
+                "The checkpoint is damaged, or the run that trained it has diverged"
+            )
 
 
 def _check_granularities(names: Iterable[str]) -> set[str]:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hiap.attach import is_gated
+from hiap.attach import check_finite, is_gated
 from hiap.families import timm as family
 from hiap.families.timm import Site
 
@@ -44,11 +44,13 @@ def align_heads(
         reduce: mean over processes, where each has images of its own.
 
     Raises:
-        ValueError: the model has gates, or there are no images.
+        ValueError: the model has gates, weights or activations that are not finite, or there are no images. Nothing
+            has been changed.
         UnsupportedModelError: the model is of another family.
     """
     if is_gated(model):
         raise ValueError("heads are turned before gates are attached: take the gates out with hiap.detach first")
+    check_finite(model)
     found = [_Moments(site) for site in family.sites(model) if site.widths.heads]
     hooks = [hook for one in found for hook in one.hooks()]
     training, seen = model.training, 0
@@ -64,7 +66,9 @@ def align_heads(
     if not seen:
         raise ValueError("no images came, so there is nothing to tell the axes of heads by")
     for one in found:
-        one.turn(queries, values, reduce)
+        one.reduce(reduce)
+    for one in found:
+        one.turn(queries, values)
     return model
 
 
@@ -97,19 +101,33 @@ class _Moments:
             moment: Tensor = torch.einsum("bnhi,bnhj->hij", by_head, by_head)
         return moment
 
-    def turn(self, queries: bool, values: bool, reduce: Callable[[Tensor], Tensor]) -> None:
+    def reduce(self, reduce: Callable[[Tensor], Tensor]) -> None:
+        """Take the mean over processes.
+
+        Raises:
+            ValueError: squares of the activations overflowed float32.
+        """
+        self.query, self.key, self.output = (
+            reduce(moment).cpu().double() for moment in (self.query, self.key, self.output)
+        )
+        if not all(bool(moment.isfinite().all()) for moment in (self.query, self.key, self.output)):
+            raise ValueError(
+                f"the activations in {self.site.name}.attn are not finite, or too large to square in float32. "
+                "Are the images finite, and are these the weights you meant?"
+            )
+
+    def turn(self, queries: bool, values: bool) -> None:
         attn, qkv = self.attn, self.attn.qkv
         rows = qkv.weight if qkv.bias is None else torch.cat([qkv.weight, qkv.bias.unsqueeze(1)], dim=1)
         parts = rows.cpu().double().split([self.heads * width for width in self.split])
         query, key, value = (part.unflatten(0, (self.heads, -1)) for part in parts)
         output = attn.proj.weight.cpu().double().T.unflatten(0, (self.heads, -1))
-        moments = [reduce(one).cpu().double() for one in (self.query, self.key, self.output)]
         scale = getattr(self.site.block.ls1, "gamma", torch.ones(())).cpu().double()
         if queries and not self.site.qk_norm:
-            query, key = _turned(query, key, moments[0], moments[1])
+            query, key = _turned(query, key, self.query, self.key)
         if values:
             weighed = output * scale
-            value, output = _turned(value, output, moments[2], weighed @ weighed.mT)
+            value, output = _turned(value, output, self.output, weighed @ weighed.mT)
         rows = torch.cat([part.flatten(0, 1) for part in (query, key, value)])
         qkv.weight.copy_(rows[:, : qkv.in_features])
         if qkv.bias is not None:

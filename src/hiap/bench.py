@@ -205,7 +205,7 @@ def dense_like(model: ViT) -> ViT:
     provenance = getattr(model, "hiap", None)
     if not isinstance(provenance, Provenance):
         raise ValueError("the model is not a compact one, so there is no dense model to set it against")
-    recipe, dense = family.describe(model), provenance.dense
+    recipe, dense = family.describe(model, provenance.recipe), provenance.dense
     plain = Widths(dense[0].heads, dense[0].qk_dim, dense[0].qk_dim, dense[0].neurons)
     whole = plain.heads and plain.neurons and all(one == plain for one in dense)
     if whole:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hiap.attach import attach, detach, is_gated
 from hiap.compact import Widths, shrink_block
-from hiap.errors import ExtractionError
+from hiap.errors import CheckpointError, ExtractionError
 from hiap.families import timm as family
-from hiap.families.timm import ViT
+from hiap.families.timm import Recipe, ViT
 from hiap.gates import GRANULARITIES
 from hiap.topology import BlockTopology, Topology, harden, set_topology
 
@@ -41,7 +42,7 @@ __all__ = [
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-5}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Provenance:
     """Where a compact model comes from; kept as its attribute `hiap`.
 
@@ -50,6 +51,7 @@ class Provenance:
         dense: widths of the dense model it all began with, however often it was pruned since.
         logit_difference: measured at extraction, relative to the largest output.
         tolerance: the difference that would have refused it.
+        recipe: of the dense model; what the branches that are gone were like is read here. Empty where it has none.
     """
 
     topology: Topology
@@ -57,6 +59,16 @@ class Provenance:
     round_to: int
     logit_difference: float
     tolerance: float
+    recipe: Recipe = field(default_factory=dict, hash=False)
+
+    def __deepcopy__(self, memo: Any) -> Provenance:
+        return self  # nothing in it changes
+
+    def __repr__(self) -> str:
+        return (
+            f"Provenance({len(self.dense)} blocks, round_to={self.round_to}, "
+            f"logit_difference={self.logit_difference:.3g}, tolerance={self.tolerance:g})"
+        )
 
 
 def extract(model: nn.Module, topology: Topology | None = None, round_to: int = 8) -> ViT:
@@ -85,15 +97,26 @@ def extract(model: nn.Module, topology: Topology | None = None, round_to: int = 
         topology.check(model)
         reference = _gated(model, topology)
     source: ViT = detach(copy.deepcopy(model))
-    origin = source.hiap.dense if isinstance(getattr(source, "hiap", None), Provenance) else topology.dense
+    before = getattr(source, "hiap", None)
+    if isinstance(before, Provenance):
+        origin, recipe = before.dense, before.recipe
+    else:
+        origin, recipe = topology.dense, _recipe(source)
     widths = [block.widths(old, round_to) for block, old in zip(topology.blocks, topology.dense, strict=True)]
     compact = rebuild(source, topology, widths)
     for module in compact.modules():
         for hooks in [value for name, value in vars(module).items() if name.endswith("_hooks")]:
             hooks.clear()
     measured, tolerance = _verify(reference, compact)
-    compact.hiap = Provenance(topology, origin, round_to, measured, tolerance)
+    compact.hiap = Provenance(topology, origin, round_to, measured, tolerance, recipe)
     return compact
+
+
+def _recipe(model: ViT) -> Recipe:
+    try:
+        return family.describe(model)
+    except CheckpointError:  # such a model can be pruned, and only not be saved
+        return {}
 
 
 def rebuild(source: ViT, topology: Topology, widths: Sequence[Widths]) -> ViT:
@@ -219,8 +242,9 @@ def difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
 
 @torch.no_grad()
 def probe(model: ViT, dtype: torch.dtype, images: int = 2) -> tuple[Tensor, Tensor]:
-    """Features and logits of a copy of the model, in eval and this dtype, on fixed random images."""
-    model = copy.deepcopy(model).to(dtype).eval()
+    """Features and logits of a model, as they are in eval and this dtype, on fixed random images."""
+    if any(m.training for m in model.modules()) or any(p.dtype != dtype for p in model.parameters()):
+        model = copy.deepcopy(model).to(dtype).eval()
     x = probe_images(model, images).to(next(model.parameters()))
     with torch.autocast(x.device.type, enabled=False):
         features = model.forward_features(x)

@@ -28,6 +28,7 @@ __all__ = ["BlockTopology", "Topology", "harden", "set_topology"]
 Units: TypeAlias = "int | Sequence[int]"  # a count (the first n units) or the indices themselves
 
 FORMAT = 1
+UNITS_LIMIT = 1 << 22  # heads, dims and neurons of a whole model; ViT-22B has 1.8 million
 
 
 @dataclass(frozen=True)
@@ -138,9 +139,12 @@ class Topology:
             dense = tuple(Widths(**widths) for widths in data["dense"])
             if not all(value is None or (_is_int(value) and value >= 0) for one in dense for value in astuple(one)):
                 raise ValueError("dense widths must be numbers")
+            units = sum((w.heads or 0) * (1 + w.qk_dim + w.value_dim) + (w.neurons or 0) for w in dense)
             entries = [dict(entry) for entry in data["blocks"]]
         except (TypeError, ValueError) as error:
             raise TopologyError(f"a topology entry has the wrong shape: {error}") from error
+        if units > UNITS_LIMIT:
+            raise TopologyError(f"the dense widths have {units} units; at most {UNITS_LIMIT} are read")
         if len(entries) != len(dense):
             raise TopologyError(f"{len(entries)} blocks and {len(dense)} dense widths: the numbers must agree")
         return cls._parse(entries, dense)

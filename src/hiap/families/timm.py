@@ -7,7 +7,7 @@ gated and extracted exactly is refused here, before any work.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
@@ -24,6 +24,7 @@ from hiap.gates import GatedLinear
 
 __all__ = [
     "FAMILY",
+    "Recipe",
     "Site",
     "ViT",
     "build",
@@ -40,6 +41,7 @@ FAMILY = "timm"
 
 # nn.Module types every attribute as Tensor | Module; a model whose members are known is Any to the type checker.
 ViT: TypeAlias = Any
+Recipe: TypeAlias = dict[str, Any]  # {"class": ..., "arguments": ..., "drop_path": ...}, as JSON values
 
 _CLASSES = {cls.__name__: cls for cls in (VisionTransformer, VisionTransformerDistilled)}
 _NORMS = {
@@ -49,6 +51,7 @@ _NORMS = {
     "RmsNormFp32": layers.RmsNormFp32,
     "torch.LayerNorm": nn.LayerNorm,
 }
+_NORMS |= {name: getattr(layers, name) for name in ("SimpleNorm", "SimpleNormFp32") if hasattr(layers, name)}
 _ACTIVATIONS = {
     "GELU": nn.GELU,
     "GELU.tanh": functools.partial(nn.GELU, approximate="tanh"),
@@ -58,6 +61,18 @@ _ACTIVATIONS = {
     "SiLU": nn.SiLU,
     "timm.GELU": layers.GELU,
 }
+_ACTIVATIONS |= {
+    cls.__name__: cls
+    for cls in (
+        *(nn.CELU, nn.ELU, nn.Hardsigmoid, nn.Hardswish, nn.Identity, nn.LeakyReLU),
+        *(nn.Mish, nn.ReLU6, nn.SELU, nn.Sigmoid, nn.Tanh),
+    )
+}
+_ACTIVATIONS |= {f"timm.{name}": layers.get_act_layer(name) for name in ("hard_mish", "prelu", "sigmoid", "tanh")}
+
+_POOLS = ("", "avg", "avgmax", "max", "token", "map", "prr")
+_DEPTH_LIMIT = 1_000  # blocks, so that a wrong number does not build for hours
+_SIZE_LIMIT = 1 << 24  # every other count
 
 
 @dataclass(frozen=True)
@@ -249,8 +264,13 @@ def mlp_ratio(neurons: int, dim: int) -> float:
     return (neurons + 0.5) / dim
 
 
-def describe(model: ViT) -> dict[str, Any]:
-    """The recipe of a compact model's skeleton: a class and constructor arguments, as JSON values.
+def describe(model: ViT, origin: Recipe | None = None) -> Recipe:
+    """The recipe of a model's skeleton: a class and constructor arguments, as JSON values.
+
+    Args:
+        model: dense, gated or compact.
+        origin: the recipe of the dense model a compact one came from. It says what no branch is left to tell, as the
+            activation of FFNs that are all gone.
 
     Raises:
         CheckpointError: for a part that has no entry in the recipe.
@@ -259,14 +279,9 @@ def describe(model: ViT) -> dict[str, Any]:
         raise CheckpointError(
             f"{type(model).__name__} cannot be rebuilt from a recipe: expected one of {', '.join(_CLASSES)}"
         )
-    attn = next(_members(model, "attn", compact.Attention), None)
-    mlp = next(_members(model, "mlp", compact.Mlp), None)
-    pool = model.attn_pool
+    known = {"norm_layer": "LayerNorm", "norm_eps": 1e-6, **_NO_BRANCH, **(origin or {}).get("arguments", {})}
+    pool, embed_norm = model.attn_pool, model.patch_embed.norm
     norm_after_pool = not isinstance(model.fc_norm, nn.Identity)
-    final_norm = norm_after_pool or not isinstance(model.norm, nn.Identity)
-    norms: list[Any] = [m for m in model.modules() if isinstance(m, tuple(_NORMS.values()))]
-    inside = [name for name, _ in model.blocks.named_parameters()]
-    latent = isinstance(pool, layers.AttentionPoolLatent)
     arguments = {
         "img_size": list(image_size(model)),
         "patch_size": list(model.patch_embed.patch_size),
@@ -275,19 +290,14 @@ def describe(model: ViT) -> dict[str, Any]:
         "global_pool": model.global_pool,
         "embed_dim": model.embed_dim,
         "depth": len(model.blocks),
-        # Of the dense block only head_dim matters, as the origin of the softmax scale.
-        "num_heads": pool.num_heads if pool is not None else model.embed_dim // attn.head_dim if attn else 1,
-        "mlp_ratio": mlp_ratio(pool.mlp.fc1.out_features, model.embed_dim) if latent and pool.mlp else 4.0,
-        "qkv_bias": attn is not None and attn.qkv.bias is not None,
-        "qk_norm": attn is not None and not isinstance(attn.q_norm, nn.Identity),
-        "proj_bias": any(name.endswith(("proj.bias", "fc2.bias", "attn.bias", "mlp.bias")) for name in inside),
-        "init_values": 1e-5 if any(isinstance(m, layers.LayerScale) for m in model.modules()) else None,
+        **{name: known[name] for name in _NO_BRANCH},
+        **_describe_branches(model),
         "class_token": model.has_class_token,
         "pos_embed": "none" if model.pos_embed is None else "learn",
         "no_embed_class": model.no_embed_class,
         "reg_tokens": model.num_reg_tokens,
         "pre_norm": not isinstance(model.norm_pre, nn.Identity),
-        "final_norm": final_norm,
+        "final_norm": norm_after_pool or not isinstance(model.norm, nn.Identity),
         "fc_norm": norm_after_pool,
         "pool_include_prefix": model.pool_include_prefix,
         "dynamic_img_size": model.dynamic_img_size,
@@ -295,28 +305,93 @@ def describe(model: ViT) -> dict[str, Any]:
         "drop_rate": model.head_drop.p,
         "pos_drop_rate": model.pos_drop.p,
         "patch_drop_rate": getattr(model.patch_drop, "prob", 0.0),
-        "proj_drop_rate": _drop_rate(mlp, attn, next(_members(model, "mlp", compact.Constant), None)),
-        "attn_drop_rate": attn.attn_drop.p if attn else 0.0,
-        "norm_layer": _norm_name(norms[0]) if norms else "LayerNorm",
-        "norm_eps": norms[0].eps if norms else 1e-6,
-        "embed_norm": not isinstance(model.patch_embed.norm, nn.Identity),
-        "act_layer": _activation_name(mlp.act) if mlp else "GELU",
+        "embed_norm": not isinstance(embed_norm, nn.Identity),
     }
+    kinds = tuple(_NORMS.values())
+    norm: Any = next((m for m in model.modules() if isinstance(m, kinds) and m is not embed_norm), None)
+    arguments["norm_layer"] = _norm_name(norm) if norm is not None else known["norm_layer"]
+    arguments["norm_eps"] = norm.eps if norm is not None else known["norm_eps"]
+    if arguments["embed_norm"]:
+        arguments |= {"embed_norm_layer": _norm_name(embed_norm), "embed_norm_eps": embed_norm.eps}
+    if pool is not None:
+        arguments["num_heads"] = pool.num_heads
+    if isinstance(pool, layers.AttentionPoolLatent) and pool.mlp is not None:
+        arguments["mlp_ratio"] = mlp_ratio(pool.mlp.fc1.out_features, model.embed_dim)
+    before = (origin or {}).get("drop_path", [[0.0, 0.0]] * len(model.blocks))
     drop_path = [
-        [getattr(drop, "drop_prob", 0.0) for drop in (block.drop_path1, block.drop_path2)] for block in model.blocks
+        [
+            getattr(drop, "drop_prob", 0.0) if branch is not None else rate
+            for branch, drop, rate in zip(
+                (block.attn, block.mlp), (block.drop_path1, block.drop_path2), rates, strict=True
+            )
+        ]
+        for block, rates in zip(model.blocks, before, strict=True)
     ]
     return {"class": type(model).__name__, "arguments": arguments, "drop_path": drop_path}
 
 
-def build(recipe: dict[str, Any]) -> ViT:
-    """The dense skeleton of a recipe, on the meta device."""
+# Arguments that only branches show, as they are where there is no branch and nothing else is known.
+_NO_BRANCH = {
+    "num_heads": 1,
+    "mlp_ratio": 4.0,
+    "qkv_bias": False,
+    "qk_norm": False,
+    "proj_bias": False,
+    "init_values": None,
+    "proj_drop_rate": 0.0,
+    "attn_drop_rate": 0.0,
+    "act_layer": "GELU",
+}
+
+
+def _describe_branches(model: ViT) -> dict[str, Any]:
+    """What the branches that are left tell of the arguments."""
+    found: dict[str, Any] = {}
+    attn = next((block.attn for block in model.blocks if hasattr(block.attn, "qkv")), None)
+    mlp = next((block.mlp for block in model.blocks if hasattr(block.mlp, "fc1")), None)
+    constants = [m for m in model.modules() if isinstance(m, compact.Constant)]
+    if constants:
+        found |= {"proj_bias": True, "proj_drop_rate": constants[0].drop.p}
+    if attn is not None:
+        found |= {
+            "num_heads": model.embed_dim // attn.head_dim,  # head_dim is the dense one, the origin of the softmax scale
+            "qkv_bias": attn.qkv.bias is not None,
+            "qk_norm": not isinstance(attn.q_norm, nn.Identity),
+            "proj_bias": attn.proj.bias is not None,
+            "attn_drop_rate": attn.attn_drop.p,
+            "proj_drop_rate": attn.proj_drop.p,
+        }
+    if mlp is not None:
+        found |= {
+            "proj_bias": mlp.fc2.bias is not None,
+            "proj_drop_rate": mlp.drop1.p,
+            "act_layer": _activation_name(mlp.act),
+        }
+        if isinstance(mlp, layers.Mlp):  # only the dense width is an argument
+            found["mlp_ratio"] = mlp_ratio(mlp.fc1.out_features, model.embed_dim)
+    if any(isinstance(m, layers.LayerScale) for m in model.modules()):
+        found["init_values"] = 1e-5
+    return found
+
+
+def build(recipe: Recipe) -> ViT:
+    """The dense skeleton of a recipe, on the meta device.
+
+    Raises:
+        CheckpointError: naming the argument that no model has.
+    """
+    _check_recipe(recipe)
     arguments = dict(recipe["arguments"])
     norm = functools.partial(_NORMS[arguments["norm_layer"]], eps=arguments.pop("norm_eps"))
     arguments["norm_layer"] = norm
-    arguments["embed_norm_layer"] = norm if arguments.pop("embed_norm") else None
+    embed = _NORMS.get(arguments.pop("embed_norm_layer", None), norm)
+    embed = functools.partial(embed, eps=arguments.pop("embed_norm_eps", norm.keywords["eps"]))
+    arguments["embed_norm_layer"] = embed if arguments.pop("embed_norm") else None
     arguments["act_layer"] = _ACTIVATIONS[arguments["act_layer"]]
     for name in ("img_size", "patch_size"):
         arguments[name] = tuple(arguments[name])
+    if recipe["class"] == VisionTransformer.__name__:
+        arguments["weight_init"] = "skip"  # most of the time it takes, and there is nothing to initialise
     with torch.device("meta"):
         model = _CLASSES[recipe["class"]](**arguments)
     for block, (first, second) in zip(model.blocks, recipe["drop_path"], strict=True):
@@ -325,17 +400,78 @@ def build(recipe: dict[str, Any]) -> ViT:
     return model
 
 
-def _members(model: ViT, name: str, kind: type) -> Iterator[Any]:
-    return (getattr(block, name) for block in model.blocks if isinstance(getattr(block, name), kind))
+def _is_count(value: Any, least: int = 1, most: int = _SIZE_LIMIT) -> bool:
+    return type(value) is int and least <= value <= most
 
 
-def _drop_rate(*branches: Any) -> float:
-    """The dropout of the first branch there is."""
-    for branch in branches:
-        for name in ("drop1", "proj_drop", "drop"):
-            if hasattr(branch, name):
-                return float(getattr(branch, name).p)
-    return 0.0
+def _is_number(value: Any, most: float) -> bool:
+    return type(value) in (int, float) and 0 <= value <= most
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(_is_count(side) for side in value)
+
+
+def _is_rate(value: Any) -> bool:
+    return _is_number(value, 1.0)
+
+
+def _is_one_of(names: Iterable[str]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and value in names
+
+
+_ARGUMENTS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("img_size", "patch_size"), _is_size),
+    **dict.fromkeys(("in_chans", "embed_dim", "num_heads"), _is_count),
+    **dict.fromkeys(("num_classes", "reg_tokens"), functools.partial(_is_count, least=0)),
+    **dict.fromkeys(
+        (
+            *("qkv_bias", "qk_norm", "proj_bias", "class_token", "no_embed_class", "pre_norm", "final_norm"),
+            *("fc_norm", "pool_include_prefix", "dynamic_img_size", "dynamic_img_pad", "embed_norm"),
+        ),
+        lambda value: isinstance(value, bool),
+    ),
+    **dict.fromkeys(
+        ("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate"),
+        _is_rate,
+    ),
+    **dict.fromkeys(("norm_eps", "embed_norm_eps"), functools.partial(_is_number, most=1e9)),
+    **dict.fromkeys(("norm_layer", "embed_norm_layer"), _is_one_of(_NORMS)),
+    "depth": functools.partial(_is_count, most=_DEPTH_LIMIT),
+    "global_pool": _is_one_of(_POOLS),
+    "mlp_ratio": functools.partial(_is_number, most=_SIZE_LIMIT),
+    "init_values": lambda value: value is None or _is_number(value, 1e9),
+    "pos_embed": _is_one_of(("", "none", "learn")),
+    "act_layer": _is_one_of(_ACTIVATIONS),
+}
+_OPTIONAL = {"embed_norm_layer", "embed_norm_eps"}
+
+
+def _check_recipe(recipe: Any) -> None:
+    """Refuse what no model has before anything of that size is built."""
+    if not isinstance(recipe, dict) or not isinstance(recipe.get("arguments"), dict):
+        raise CheckpointError("the skeleton must be an object with 'class', 'arguments' and 'drop_path'")
+    arguments = recipe["arguments"]
+    if not _is_one_of(_CLASSES)(recipe.get("class")):
+        raise CheckpointError(f"the class of the skeleton must be one of {', '.join(_CLASSES)}")
+    odd = sorted(set(arguments) ^ (set(_ARGUMENTS) - (_OPTIONAL - set(arguments))))
+    if odd:
+        raise CheckpointError(
+            f"the skeleton {'has an unknown' if odd[0] in arguments else 'lacks the'} argument {odd[0]}"
+        )
+    for name, value in arguments.items():
+        if not _ARGUMENTS[name](value):
+            raise CheckpointError(f"the skeleton has {name} {str(value)[:40]!r}, which no model has")
+    if arguments["embed_dim"] % arguments["num_heads"]:
+        raise CheckpointError(
+            f"the skeleton has {arguments['num_heads']} heads, which do not divide the width {arguments['embed_dim']}"
+        )
+    if arguments["global_pool"] == "token" and not arguments["class_token"]:
+        raise CheckpointError("the skeleton pools the class token but has none")
+    rates: Any = recipe.get("drop_path")
+    pairs = isinstance(rates, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in rates)
+    if not pairs or len(rates) != arguments["depth"] or not all(_is_rate(rate) for pair in rates for rate in pair):
+        raise CheckpointError(f"drop_path must be {arguments['depth']} pairs of rates")
 
 
 def _norm_name(module: nn.Module) -> str:

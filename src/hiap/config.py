@@ -69,8 +69,8 @@ class Config:
     )
     dense_lr: float | None = _option(
         None,
-        "peak learning rate of the dense epochs; by default 1e-4 * sqrt(batch_size / 256) for weights that were loaded "
-        "(ten times that for a new classifier), 1e-3 * sqrt(batch_size / 256) from scratch",
+        "peak learning rate of the dense epochs; by default 1e-4 for weights that were loaded (ten times that for a "
+        "new classifier) and 1e-3 from scratch, more from batches of 256 on (with the square root)",
     )
     # data
     data: str = _option(
@@ -85,7 +85,7 @@ class Config:
     target_key: str | None = _option(None, "column of their labels; 'label' by default")
     download: bool = _option(False, "fetch a data set of torchvision (torch/...) that is not there")
     data_device: str = _option("loader", "'loader' reads by workers; 'cpu' or 'cuda' holds the set in memory as bytes")
-    workers: int = _option(4, "loader processes")
+    workers: int = _option(min(4, os.cpu_count() or 1), "loader processes; by default as many as there are CPUs, up to 4")
     strict_data: bool = _option(False, "fail on an image that cannot be read instead of skipping it")
     mean: list[float] | None = _option(
         None, "normalisation of the input, one value a channel; the model's own by default"

@@ -14,8 +14,9 @@ import torch
 from timm.data import resolve_data_config
 from torch import nn
 
-from hiap.attach import attach, gates
+from hiap.attach import attach, check_finite, gates
 from hiap.budget import Controller, Floors
+from hiap.checkpoint import check_savable
 from hiap.config import Config, ConfigError
 from hiap.cost import Cost, MacCost, ParamCost, macs
 from hiap.data import Augmentation, ByteData, Data, LoaderData, as_data, check_source, open_data
@@ -261,6 +262,7 @@ class Setup:
         self.model = dense
         self.trained = config.trained or model is not None
         sites = family.sites(self.model)
+        check_finite(self.model)
         self.norm = normalisation(config, self.model)
         given = None if data is None else as_data(data, config, device, processes)
         self.data = given or load_data(config, self.model, device)
@@ -268,6 +270,7 @@ class Setup:
         check_parts(config, processes)
         self.new_classifier = fit_classifier(config, self.model, self.data.classes) and self.trained
         note_preprocessing(self.model, self.norm, self.data)
+        check_savable(self.model)
         self.dense_epochs = self._dense_epochs()
         self.per_epoch = steps_per_epoch(config, self.data)
         self.schedule = make_schedule(config, config.epochs * self.per_epoch)

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import hiap
-from hiap.attach import PAPER
 from hiap.budget import Controller, Target
 from hiap.compact import Widths
 from hiap.config import Config
 from hiap.cost import expected_counts
 from hiap.data import Data
 from hiap.evaluate import evaluate
+from hiap.gating import PAPER
 from hiap.objective import cost_terms, feasibility_terms
 from hiap.start import make_teacher
 from hiap.train import Run

@@ -50,10 +50,10 @@ from hiap.budget import BudgetError, Target
 from hiap.compact import Widths
 from hiap.config import Config, read_config
 from hiap.data import ByteData
-from hiap.extract import shrink
+from hiap.extraction import shrink
 from hiap.families.timm import image_size, sites
+from hiap.inference import optimize
 from hiap.latency import LatencyTable
-from hiap.optimize import optimize
 from hiap.start import load_data
 from hiap.timing import device_name, materialise, precision, timings
 from hiap.train import projection_interval

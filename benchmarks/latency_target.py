@@ -24,7 +24,7 @@ from tiny_imagenet import CLASSES
 import hiap
 from hiap.bench import bench
 from hiap.compact import Widths
-from hiap.extract import shrink
+from hiap.extraction import shrink
 from hiap.families.timm import Site, ViT, sites
 from hiap.latency import MODES, LatencyCost, LatencyTable
 from hiap.measuring import measure

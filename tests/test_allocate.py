@@ -6,9 +6,9 @@ import torch
 import hiap
 from conftest import make
 from hiap.allocate import Allocation, Floors, Values
-from hiap.attach import gates_by_block
 from hiap.compact import Widths
 from hiap.families.timm import Site, sites
+from hiap.gating import gates_by_block
 from test_gates import ALL, PAPER
 
 MODEL = {"embed_dim": 32, "num_heads": 4, "depth": 2}

@@ -8,9 +8,9 @@ from torch import Tensor
 
 import hiap
 from conftest import KINDS, images, make
-from hiap.attach import check_finite
-from hiap.extract import difference, probe
+from hiap.extraction import difference, probe
 from hiap.families.timm import ViT
+from hiap.gating import check_finite
 from hiap.train import Run
 from test_train import noise_data, tiny
 

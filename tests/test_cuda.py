@@ -7,8 +7,8 @@ import torch
 
 import hiap
 from conftest import images, make
-from hiap.attach import noise_source
 from hiap.bench import MODES, bench
+from hiap.gating import noise_source
 from test_gates import ALL, scatter_logits
 
 DEVICE = torch.device("cuda")

@@ -9,7 +9,7 @@ from torch import nn
 import hiap
 from conftest import images, make
 from hiap import compact as plain
-from hiap.extract import TOLERANCE
+from hiap.extraction import TOLERANCE
 from test_cost import counted_macs
 from test_gates import ALL, granularities, scatter_logits
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 import hiap
 from conftest import make
 from hiap.allocate import Allocation, Floors
-from hiap.attach import gates_by_block
 from hiap.budget import BudgetError, Controller, Target
 from hiap.cli import main
 from hiap.compact import Widths
 from hiap.config import ConfigError, read_config
 from hiap.families.timm import sites
+from hiap.gating import gates_by_block
 from hiap.latency import LatencyCost, LatencyError, LatencyTable
 from hiap.measuring import measure, network_cost
 from hiap.state import RunError

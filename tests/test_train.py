@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 import hiap
 from conftest import images, make, write_photos
 from driver import SMALL
-from hiap.attach import gates_by_block
 from hiap.budget import BudgetError
 from hiap.config import Config, ConfigError, read_config, recipes
 from hiap.data import Augmentation, ByteData
-from hiap.extract import slices
+from hiap.extraction import slices
+from hiap.gating import gates_by_block
 from hiap.objective import Teacher, distillation, feature_distance, task_loss, watch_blocks, watched_blocks
 from hiap.optimizer import carry_optimizer
 from hiap.plan import plan

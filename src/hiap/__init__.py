@@ -6,24 +6,35 @@ attach -> train -> extract -> save:
     ...                             # train weights and gates
     compact = hiap.extract(model)   # an ordinary, smaller, dense ViT, verified
     hiap.save(compact, "compact")
+
+Names are imported when they are first used, so that `hiap --help` need not wait for torch.
 """
 
+from importlib import import_module
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hiap.attach import attach, detach, gates, parameter_groups, set_gates
-from hiap.axes import align_heads
-from hiap.budget import BudgetError, Controller, Floors
-from hiap.checkpoint import load, save
-from hiap.cost import Counts, MacCost, ParamCost, expected_counts, hard_counts, macs
-from hiap.errors import CheckpointError, ExtractionError, TopologyError, UnsupportedModelError
-from hiap.extract import Provenance, extract
-from hiap.gates import GRANULARITIES, Gate
-from hiap.latency import LatencyCost, LatencyError, LatencyTable
-from hiap.measuring import measure
-from hiap.optimize import compiled, optimize
-from hiap.schedule import Schedule
-from hiap.topology import BlockTopology, Topology, harden, set_topology
+from hiap.registration import register
+
+if TYPE_CHECKING:
+    from hiap.axes import align_heads
+    from hiap.budget import Controller, Floors
+    from hiap.checkpoint import load, save
+    from hiap.config import Config, read_config
+    from hiap.cost import Counts, MacCost, ParamCost, expected_counts, hard_counts, macs
+    from hiap.data import Data, LoaderData
+    from hiap.errors import CheckpointError, ExtractionError, TopologyError, UnsupportedModelError
+    from hiap.extraction import Provenance, extract
+    from hiap.gate import Gate
+    from hiap.gating import attach, detach, gates, parameter_groups, set_gates
+    from hiap.granularities import GRANULARITIES
+    from hiap.inference import compiled, optimize
+    from hiap.latency import LatencyCost, LatencyError, LatencyTable
+    from hiap.measuring import measure
+    from hiap.schedule import Schedule
+    from hiap.target import BudgetError
+    from hiap.topology import BlockTopology, Topology, harden, set_topology
+    from hiap.train import prune
 
 __version__ = version("hiap")
 
@@ -71,19 +82,78 @@ __all__ = [
     "set_topology",
 ]
 
+_MODULES = {  # and the names each of them gives to the package
+    "axes": ("align_heads",),
+    "budget": (
+        "Controller",
+        "Floors",
+    ),
+    "checkpoint": (
+        "load",
+        "save",
+    ),
+    "config": (
+        "Config",
+        "read_config",
+    ),
+    "cost": (
+        "Counts",
+        "MacCost",
+        "ParamCost",
+        "expected_counts",
+        "hard_counts",
+        "macs",
+    ),
+    "data": (
+        "Data",
+        "LoaderData",
+    ),
+    "errors": (
+        "CheckpointError",
+        "ExtractionError",
+        "TopologyError",
+        "UnsupportedModelError",
+    ),
+    "extraction": (
+        "Provenance",
+        "extract",
+    ),
+    "gate": ("Gate",),
+    "gating": (
+        "attach",
+        "detach",
+        "gates",
+        "parameter_groups",
+        "set_gates",
+    ),
+    "granularities": ("GRANULARITIES",),
+    "inference": (
+        "compiled",
+        "optimize",
+    ),
+    "latency": (
+        "LatencyCost",
+        "LatencyError",
+        "LatencyTable",
+    ),
+    "measuring": ("measure",),
+    "schedule": ("Schedule",),
+    "target": ("BudgetError",),
+    "topology": (
+        "BlockTopology",
+        "Topology",
+        "harden",
+        "set_topology",
+    ),
+    "train": ("prune",),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+register()
+
 
 def __getattr__(name: str) -> Any:
-    """The training phase, imported when it is asked for: it needs the extra `train`."""
-    if name == "prune":
-        from hiap.train import prune
-
-        return prune
-    if name in ("Data", "LoaderData"):
-        import hiap.data
-
-        return getattr(hiap.data, name)
-    if name in ("Config", "read_config"):
-        import hiap.config
-
-        return getattr(hiap.config, name)
-    raise AttributeError(f"module 'hiap' has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hiap' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"hiap.{_HOMES[name]}"), name)
+    return value

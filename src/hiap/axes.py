@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hiap.attach import check_finite, is_gated
 from hiap.families import timm as family
 from hiap.families.timm import Site
+from hiap.gating import check_finite, is_gated
 
 __all__ = ["align_heads"]
 

@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hiap.compact import Widths
 from hiap.cost import macs
-from hiap.extract import Provenance, shrink
+from hiap.extraction import Provenance, shrink
 from hiap.families import timm as family
 from hiap.families.timm import ViT
-from hiap.optimize import compiled, optimize
+from hiap.inference import compiled, optimize
 from hiap.timing import PRECISIONS, Run, device_name, graphed, materialise, precision, timings
 from hiap.topology import Topology
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from hiap.allocate import Allocation, Floors, Values
-from hiap.attach import gates, gates_by_block, is_gated
 from hiap.compact import Widths
 from hiap.cost import Cost
 from hiap.families import timm as family
+from hiap.gating import gates, gates_by_block, is_gated
 from hiap.target import BudgetError, Target
 from hiap.topology import BlockTopology, Topology, harden
 

@@ -23,21 +23,22 @@ import safetensors.torch
 import timm
 import torch
 from safetensors import SafetensorError, safe_open
-from timm.models import register_model
 from timm.models._features import FeatureGetterNet
 
-from hiap.attach import detach, is_gated
 from hiap.compact import Widths
 from hiap.cost import macs, macs_of_widths
 from hiap.errors import CheckpointError
-from hiap.extract import Provenance, probe, shrink
+from hiap.extraction import Provenance, probe, shrink
 from hiap.families import timm as family
 from hiap.families.timm import ViT
+from hiap.gating import detach, is_gated
+from hiap.registration import hiap_vit
 from hiap.topology import Topology
 
-__all__ = ["check_savable", "load", "save"]
+__all__ = ["check_savable", "load", "load_for_timm", "save"]
 
 FORMAT = 1
+ARCHITECTURE = hiap_vit.__name__  # that timm finds the model by
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 DIGEST = "hiap_config_sha256"
@@ -183,7 +184,7 @@ def _describe(model: ViT, class_names: Sequence[str] | None) -> dict[str, Any]:
         cfg.pop("label_names", None)
     return {
         "format": FORMAT,
-        "architecture": hiap_vit.__name__,
+        "architecture": ARCHITECTURE,
         "family": family.FAMILY,
         "versions": {"hiap": version("hiap"), "torch": str(torch.__version__), "timm": timm.__version__},
         "num_classes": model.num_classes,
@@ -303,10 +304,8 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} is not valid JSON ({error}); it was edited or cut short") from error
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
-    if not isinstance(config, dict) or config.get("architecture") != hiap_vit.__name__:
-        raise CheckpointError(
-            f"{file} is not a compact model's (no architecture {hiap_vit.__name__!r}): another project's?"
-        )
+    if not isinstance(config, dict) or config.get("architecture") != ARCHITECTURE:
+        raise CheckpointError(f"{file} is not a compact model's (no architecture {ARCHITECTURE!r}): another project's?")
     if config.get("format") != FORMAT:
         raise CheckpointError(
             f"{file} has format {config.get('format')!r}; this version reads {FORMAT}. Update hiap to read a newer one"
@@ -391,10 +390,8 @@ def _digest_tensors(state: dict[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-@register_model  # type: ignore[untyped-decorator]
-def hiap_vit(
-    pretrained: bool = False,
-    pretrained_cfg: Any = None,
+def load_for_timm(
+    pretrained_cfg: Any,
     pretrained_cfg_overlay: Any = None,
     cache_dir: Any = None,
     num_classes: int | None = None,
@@ -403,7 +400,7 @@ def hiap_vit(
     out_indices: int | Sequence[int] = 3,
     **unknown: Any,
 ) -> torch.nn.Module:
-    """timm's entry point, for `timm.create_model("local-dir:FOLDER")`; the weights are always loaded.
+    """What `timm.create_model("local-dir:FOLDER")` gives back, in training mode.
 
     `features_only` gives the feature maps of the last blocks or of `out_indices`, as for timm's own ViTs.
     """

@@ -14,11 +14,8 @@ from importlib.util import find_spec
 from typing import Any, NoReturn
 
 import yaml
-from timm.data import create_transform
-from timm.optim import list_optimizers
 
-from hiap.attach import PAPER
-from hiap.gates import GRANULARITIES
+from hiap.granularities import GRANULARITIES, PAPER
 from hiap.target import BudgetError, Target
 
 __all__ = ["Config", "ConfigError", "help_of", "read_config", "recipes"]
@@ -85,7 +82,7 @@ class Config:
     target_key: str | None = _option(None, "column of their labels; 'label' by default")
     download: bool = _option(False, "fetch a data set of torchvision (torch/...) that is not there")
     data_device: str = _option("loader", "'loader' reads by workers; 'cpu' or 'cuda' holds the set in memory as bytes")
-    workers: int = _option(min(4, os.cpu_count() or 1), "loader processes; by default as many as there are CPUs, up to 4")
+    workers: int = _option(min(4, os.cpu_count() or 1), "loader processes; by default one a CPU, up to 4")
     strict_data: bool = _option(False, "fail on an image that cannot be read instead of skipping it")
     mean: list[float] | None = _option(
         None, "normalisation of the input, one value a channel; the model's own by default"
@@ -279,8 +276,7 @@ class Config:
             (
                 "opt",
                 "one of timm's optimisers, of first order",
-                (name := self.opt.removeprefix("lookahead_")) in list_optimizers()
-                and not name.startswith(("kron", "adahessian")),
+                _optimiser(self.opt.removeprefix("lookahead_")),
             ),
             ("policy", "one of timm's, such as rand-m9-mstd0.5-inc1", _policy(self.policy)),
             *(
@@ -327,7 +323,15 @@ class Config:
         return text
 
 
+def _optimiser(name: str) -> bool:
+    from timm.optim import list_optimizers  # timm brings torch: not for `--help`
+
+    return name in list_optimizers() and not name.startswith(("kron", "adahessian"))
+
+
 def _policy(name: str | None) -> bool:
+    from timm.data import create_transform
+
     try:
         create_transform((3, 32, 32), is_training=True, auto_augment=name)
     except (AssertionError, KeyError, ValueError):

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hiap.attach import gates, gates_by_block, is_gated
 from hiap.compact import Widths, has_bias
 from hiap.families import timm as family
 from hiap.families.timm import Site
+from hiap.gating import gates, gates_by_block, is_gated
 from hiap.topology import Topology, harden
 
 __all__ = [

@@ -16,12 +16,12 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from hiap.attach import is_gated
 from hiap.compact import Widths, shrink_block
 from hiap.families import timm as family
 from hiap.families.timm import ViT
+from hiap.gating import is_gated
+from hiap.inference import compiled, optimize
 from hiap.latency import AXES, MODES, UNITS, LatencyError, LatencyTable
-from hiap.optimize import compiled, optimize
 from hiap.timing import PRECISIONS, Run, device_name, graphed, materialise, precision, timings
 
 __all__ = ["measure", "network_cost"]

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from timm.loss import SoftTargetCrossEntropy
 from torch import Tensor, nn
 
-from hiap.attach import gates_by_block
 from hiap.cost import Cost, expected_counts
 from hiap.errors import UnsupportedModelError
-from hiap.optimize import Optimized, optimize
+from hiap.gating import gates_by_block
+from hiap.inference import Optimized, optimize
 
 __all__ = [
     "Teacher",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hiap.extract import source_name, take
+from hiap.extraction import source_name, take
 
 __all__ = ["carry_optimizer", "group_counters", "pack_optimizer", "set_group_counters", "unpack_optimizer"]
 

@@ -10,9 +10,9 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
-from hiap.attach import attach
 from hiap.config import Config
-from hiap.extract import extract
+from hiap.extraction import extract
+from hiap.gating import attach
 from hiap.objective import Teacher
 from hiap.progress import clock
 from hiap.start import Setup, make_teacher

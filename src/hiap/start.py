@@ -14,7 +14,6 @@ import torch
 from timm.data import resolve_data_config
 from torch import nn
 
-from hiap.attach import attach, check_finite, gates
 from hiap.budget import Controller, Floors
 from hiap.checkpoint import check_savable
 from hiap.config import Config, ConfigError
@@ -22,6 +21,7 @@ from hiap.cost import Cost, MacCost, ParamCost, macs
 from hiap.data import Augmentation, ByteData, Data, LoaderData, as_data, check_source, open_data
 from hiap.families import timm as family
 from hiap.families.timm import ViT
+from hiap.gating import attach, check_finite, gates
 from hiap.images import Loading
 from hiap.latency import UNITS, LatencyCost
 from hiap.objective import Teacher

@@ -17,11 +17,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from hiap.attach import gates, gates_by_block, is_gated
 from hiap.compact import Widths
 from hiap.errors import TopologyError
 from hiap.families import timm as family
-from hiap.gates import START_LOGIT
+from hiap.gate import START_LOGIT
+from hiap.gating import gates, gates_by_block, is_gated
 
 __all__ = ["BlockTopology", "Topology", "harden", "set_topology"]
 

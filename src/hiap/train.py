@@ -27,7 +27,6 @@ from timm.scheduler import CosineLRScheduler
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
-from hiap.attach import attach, gates, is_gated, parameter_groups, set_gates
 from hiap.axes import align_heads
 from hiap.budget import Controller
 from hiap.checkpoint import check_target, save
@@ -37,9 +36,10 @@ from hiap.cost import Cost, MacCost, expected_counts, macs, macs_of_widths
 from hiap.data import Data, mix_seed
 from hiap.errors import CheckpointError
 from hiap.evaluate import Interrupted, evaluate
-from hiap.extract import extract, slices
+from hiap.extraction import extract, slices
 from hiap.families import timm as family
 from hiap.families.timm import ViT
+from hiap.gating import attach, gates, is_gated, parameter_groups, set_gates
 from hiap.interrupt import Signals
 from hiap.latency import LatencyCost
 from hiap.measuring import network_cost

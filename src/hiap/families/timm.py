@@ -20,7 +20,7 @@ from torch import nn
 from hiap import compact
 from hiap.compact import Widths
 from hiap.errors import CheckpointError, UnsupportedModelError
-from hiap.gates import GatedLinear
+from hiap.gate import GatedLinear
 
 __all__ = [
     "FAMILY",

@@ -22,12 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hiap.attach import is_gated
 from hiap.compact import Attention, Block, Widths, shrink_block
 from hiap.errors import ExtractionError
-from hiap.extract import TOLERANCE, check_dtype, difference, probe_images, rebuild
+from hiap.extraction import TOLERANCE, check_dtype, difference, probe_images, rebuild
 from hiap.families import timm as family
 from hiap.families.timm import Site, ViT
+from hiap.gating import is_gated
 from hiap.timing import materialise, timings
 from hiap.topology import Topology
 

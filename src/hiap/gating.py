@@ -17,7 +17,8 @@ from torch.nn.modules.module import _IncompatibleKeys
 from hiap.errors import UnsupportedModelError
 from hiap.families import timm as family
 from hiap.families.timm import Site, ViT
-from hiap.gates import GRANULARITIES, START_LOGIT, Gate, GatedLinear, NoiseSource
+from hiap.gate import START_LOGIT, Gate, GatedLinear, NoiseSource
+from hiap.granularities import GRANULARITIES, PAPER
 
 __all__ = [
     "attach",
@@ -32,8 +33,6 @@ __all__ = [
 ]
 
 Model = TypeVar("Model", bound=nn.Module)
-
-PAPER = ("head", "block", "value_dim", "neuron")
 
 
 def attach(

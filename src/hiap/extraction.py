@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hiap.attach import attach, detach, is_gated
 from hiap.compact import Widths, shrink_block
 from hiap.errors import CheckpointError, ExtractionError
 from hiap.families import timm as family
 from hiap.families.timm import Recipe, ViT
-from hiap.gates import GRANULARITIES
+from hiap.gating import attach, detach, is_gated
+from hiap.granularities import GRANULARITIES
 from hiap.topology import BlockTopology, Topology, harden, set_topology
 
 __all__ = [

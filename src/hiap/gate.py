@@ -19,9 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["GRANULARITIES", "Gate", "GatedLinear", "NoiseSource"]
+__all__ = ["Gate", "GatedLinear", "NoiseSource"]
 
-GRANULARITIES = ("head", "block", "value_dim", "neuron", "qk_dim", "attention")
 INNER = ("head", "value_dim", "neuron")  # scale inputs of proj and fc2
 WHOLE = ("attention", "block")  # scale their whole output
 

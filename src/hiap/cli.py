@@ -320,8 +320,8 @@ def _report(result: Any, config: Any) -> None:
     print(f"realised: {speed / cut:.0%} of the MAC cut of {cut:.2f}x")
     print(f"gates: soft top-1 {record['soft_top1_start']:.2f} % at step 0; at the freeze:")
     print(
-        f"  {record['undecided']:.0%} undecided, MACs expected {record['expected_macs']:.1%}, hard "
-        f"{record['hard_macs']:.1%}, top-1 soft {record['soft_top1']:.2f} %, hard {record['hard_top1']:.2f} %"
+        f"  {record['undecided']:.0%} undecided; MACs soft {record['expected_macs']:.1%}, hard "
+        f"{record['hard_macs']:.1%}; top-1 soft {record['soft_top1']:.2f} %, hard {record['hard_top1']:.2f} %"
     )
     (result.folder.parent / "report.json").write_text(json.dumps(record, indent=1) + "\n")
     if best := record.get("best"):

@@ -17,7 +17,7 @@ from torch import nn
 from hiap.budget import Controller, Floors
 from hiap.checkpoint import check_savable
 from hiap.config import Config, ConfigError
-from hiap.cost import Cost, MacCost, ParamCost, macs
+from hiap.cost import Cost, MacCost, ParamCost, in_words, macs
 from hiap.data import Augmentation, ByteData, Data, LoaderData, as_data, check_source, open_data
 from hiap.families import timm as family
 from hiap.families.timm import ViT
@@ -228,6 +228,10 @@ def make_controller(model: ViT, config: Config, cost: Cost, steps: int) -> Contr
     return Controller(model, cost, target, ratio, floors, config.round_to, config.gate_mode, window)
 
 
+def _epochs(count: int) -> str:
+    return f"{count} epoch{'s' if count > 1 else ''}"
+
+
 class Setup:
     """Everything a run is made of, made and checked before anything is written: `plan` prints it, `prune` trains it.
 
@@ -319,16 +323,15 @@ class Setup:
         config, data = self.config, self.data
         name = config.model if len(config.model) <= 40 else f"{config.model[:37]}..."
         lines = [
-            f"model    {name}: {self.dense_macs / 1e9:.4f} G MACs, {len(self.model.blocks)} blocks",
+            f"model    {name}: {in_words(self.dense_macs)} MACs, {len(self.model.blocks)} blocks",
             f"data     {data.train_size} training and {data.val_size} validation images, {data.classes} classes",
             f"gates    {self.gates} ({', '.join(self.kinds)})",
         ]
         if self.dense_epochs:
             what = "fine-tuned" if self.trained else "trained"
             why = ", with a new classifier" if self.new_classifier else ""
-            epochs = f"{self.dense_epochs} epoch{'s' if self.dense_epochs > 1 else ''}"
-            lines.append(f"dense    {what} first for {epochs}, learning rate {self.dense_lr:.1e}{why}")
-        lines.append(f"run      {config.epochs} epochs of {self.per_epoch} steps, learning rate {self.lr:.1e}")
+            lines.append(f"dense    {what} first for {_epochs(self.dense_epochs)}, learning rate {self.dense_lr:.1e}{why}")
+        lines.append(f"run      {_epochs(config.epochs)} of {self.per_epoch} steps, learning rate {self.lr:.1e}")
         if self.controller:
             whole, say = self.controller.dense_cost, self.controller.cost.say
             goal = self.controller.target

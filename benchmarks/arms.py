@@ -43,7 +43,7 @@ class Peer(Run):
 
     def network(self) -> nn.Module:
         """What is to be trained."""
-        self.teacher = make_teacher(self.config, self.dense, self.norm, self.other_teacher)
+        self.teacher = make_teacher(self.config, self.dense, self.norm, self.parts.other_teacher)
         if self.config.align_heads:
             self._align()
         return self.make(self).to(self.device)

@@ -14,7 +14,7 @@ from conftest import make
 from hiap.budget import BudgetError, Controller, Floors
 from hiap.cost import Cost, MacCost, ParamCost
 from hiap.families.timm import sites
-from hiap.gate import GRANULARITIES
+from hiap.granularities import GRANULARITIES
 from hiap.latency import LatencyCost, LatencyTable
 
 CASES, GROUPS = 300, 10

@@ -57,7 +57,7 @@ def test_the_faster_form_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     compact = hiap.extract(model, hiap.Topology.from_counts(model, value_dims=[4] * 3), round_to=1)
     for second, width in ((0.5, 8), (2.0, 4)):
         monkeypatch.setattr(
-            sys.modules["hiap.optimize"], "timings", lambda runs, *rest, second=second: [[1.0], [second]]
+            sys.modules["hiap.inference"], "timings", lambda runs, *rest, second=second: [[1.0], [second]]
         )
         assert hiap.optimize(compact, last_block=False).model.blocks[0].attn.value_dim == width
     monkeypatch.undo()

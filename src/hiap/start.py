@@ -330,7 +330,9 @@ class Setup:
         if self.dense_epochs:
             what = "fine-tuned" if self.trained else "trained"
             why = ", with a new classifier" if self.new_classifier else ""
-            lines.append(f"dense    {what} first for {_epochs(self.dense_epochs)}, learning rate {self.dense_lr:.1e}{why}")
+            lines.append(
+                f"dense    {what} first for {_epochs(self.dense_epochs)}, learning rate {self.dense_lr:.1e}{why}"
+            )
         lines.append(f"run      {_epochs(config.epochs)} of {self.per_epoch} steps, learning rate {self.lr:.1e}")
         if self.controller:
             whole, say = self.controller.dense_cost, self.controller.cost.say

@@ -1,0 +1,81 @@
+"""The first hour of a new user, on real images and weights: other classes, no validation folder, Ctrl-C, resume."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from conftest import SHARED
+
+SHEET, WEIGHTS = SHARED / "data/tiny_imagenet/train_0.jpg", SHARED / "models/vit_tiny_tin128.safetensors"
+TILE, CLASSES, IMAGES = 64, 8, 12
+STOPS = (r"^dense +3/5 ", r"^recover +6/15 ")  # lines of output after which Ctrl-C is pressed
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Every 25th class of a sheet of tiles, a row a class, under another name."""
+    sheet = Image.open(SHEET)
+    for label in range(CLASSES):
+        folder = tmp_path / f"photos/thing_{label}"
+        folder.mkdir(parents=True)
+        for i in range(IMAGES):
+            left, top = i * TILE, 25 * label * TILE
+            sheet.crop((left, top, left + TILE, top + TILE)).save(folder / f"{i}.png")
+    return tmp_path / "photos"
+
+
+def hiap(folder: Path, *arguments: str, stop: str | None = None) -> tuple[int, str]:
+    """The command in a process of its own, interrupted after a line of its output."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hiap", "prune", *arguments],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    watchdog = threading.Timer(900, process.kill)
+    watchdog.start()
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if stop is not None and re.match(stop, line):
+            process.send_signal(signal.SIGINT)
+            stop = None
+    watchdog.cancel()
+    return process.wait(), "".join(lines)
+
+
+@pytest.mark.skipif(not (SHEET.exists() and WEIGHTS.exists()), reason="no Tiny-ImageNet and no trained ViT-Ti here")
+def test_other_classes_interrupted_twice_and_resumed(photos: Path) -> None:
+    home = photos.parent
+    options = ["--model", "vit_tiny_patch16_224", "--weights", str(WEIGHTS), "--img-size", "128", "--data", "photos"]
+    options += ["--mean", "0.5,0.5,0.5", "--std", "0.5,0.5,0.5", "--target", "50%", "--val-split", "0.2"]
+    status, text = hiap(home, *options, "--out", "whole")
+    assert status == 0, text
+    assert "dense    fine-tuned first for 5 epochs, learning rate 1.0e-04, with a new classifier" in text
+
+    status, text = hiap(home, *options, "--out", "run", stop=STOPS[0])
+    for stop in (STOPS[1], None):
+        assert status == 130 and "Traceback" not in text, text
+        assert re.search(r"^saved at step \d+; go on with `hiap prune --resume --out run`$", text, re.MULTILINE)
+        status, text = hiap(home, "--resume", "--out", "run", stop=stop)
+    assert status == 0, text
+
+    first, second = (load_file(home / name / "compact/model.safetensors") for name in ("whole", "run"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    report = json.loads((home / "run/report.json").read_text())
+    assert report["top1"] > 0.75 * report["dense_top1"] and report["dense_top1"] > 50
+    assert 0.99 * 0.5 < report["macs"] / report["dense_macs"] <= 0.5

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hiap.errors import CheckpointError, ExtractionError, TopologyError, UnsupportedModelError
     from hiap.extraction import Provenance, extract
     from hiap.gate import Gate
-    from hiap.gating import attach, detach, gates, parameter_groups, set_gates
+    from hiap.gating import attach, detach, gates, parameter_groups, set_gates, weight_groups
     from hiap.granularities import GRANULARITIES
     from hiap.inference import compiled, optimize
     from hiap.latency import LatencyCost, LatencyError, LatencyTable
@@ -80,74 +80,30 @@ __all__ = [
     "save",
     "set_gates",
     "set_topology",
+    "weight_groups",
 ]
 
 _MODULES = {  # and the names each of them gives to the package
-    "axes": ("align_heads",),
-    "budget": (
-        "Controller",
-        "Floors",
-    ),
-    "checkpoint": (
-        "load",
-        "save",
-    ),
-    "config": (
-        "Config",
-        "read_config",
-    ),
-    "cost": (
-        "Counts",
-        "MacCost",
-        "ParamCost",
-        "expected_counts",
-        "hard_counts",
-        "macs",
-    ),
-    "data": (
-        "Data",
-        "LoaderData",
-    ),
-    "errors": (
-        "CheckpointError",
-        "ExtractionError",
-        "TopologyError",
-        "UnsupportedModelError",
-    ),
-    "extraction": (
-        "Provenance",
-        "extract",
-    ),
-    "gate": ("Gate",),
-    "gating": (
-        "attach",
-        "detach",
-        "gates",
-        "parameter_groups",
-        "set_gates",
-    ),
-    "granularities": ("GRANULARITIES",),
-    "inference": (
-        "compiled",
-        "optimize",
-    ),
-    "latency": (
-        "LatencyCost",
-        "LatencyError",
-        "LatencyTable",
-    ),
-    "measuring": ("measure",),
-    "schedule": ("Schedule",),
-    "target": ("BudgetError",),
-    "topology": (
-        "BlockTopology",
-        "Topology",
-        "harden",
-        "set_topology",
-    ),
-    "train": ("prune",),
+    "axes": "align_heads",
+    "budget": "Controller Floors",
+    "checkpoint": "load save",
+    "config": "Config read_config",
+    "cost": "Counts MacCost ParamCost expected_counts hard_counts macs",
+    "data": "Data LoaderData",
+    "errors": "CheckpointError ExtractionError TopologyError UnsupportedModelError",
+    "extraction": "Provenance extract",
+    "gate": "Gate",
+    "gating": "attach detach gates parameter_groups set_gates weight_groups",
+    "granularities": "GRANULARITIES",
+    "inference": "compiled optimize",
+    "latency": "LatencyCost LatencyError LatencyTable",
+    "measuring": "measure",
+    "schedule": "Schedule",
+    "target": "BudgetError",
+    "topology": "BlockTopology Topology harden set_topology",
+    "train": "prune",
 }
-_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 register()
 

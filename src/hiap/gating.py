@@ -30,6 +30,7 @@ __all__ = [
     "noise_source",
     "parameter_groups",
     "set_gates",
+    "weight_groups",
 ]
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -225,3 +226,8 @@ def parameter_groups(model: ViT, weight_decay: float = 0.05, gate_lr: float | No
         group["params"] = [p for p in group["params"] if id(p) not in logits]
     group = {"params": [gate.logit for gate in gates(model) if gate.logit.requires_grad], "weight_decay": 0.0}
     return [*groups, group if gate_lr is None else {**group, "lr": gate_lr}]
+
+
+def weight_groups(model: ViT, weight_decay: float = 0.05) -> list[dict[str, Any]]:
+    """Optimiser groups of the weights alone, for gates that a `Controller` sets: they learn nothing by gradient."""
+    return parameter_groups(model, weight_decay)[:-1]

@@ -264,6 +264,7 @@ class Setup:
             check_source(config.data, config.val_split)
         dense: ViT = dense_model(config) if model is None else copy.deepcopy(model).cpu()
         self.model = dense
+        self.name = config.model if model is None else type(model).__name__
         self.trained = config.trained or model is not None
         sites = family.sites(self.model)
         check_finite(self.model)
@@ -321,7 +322,7 @@ class Setup:
     def lines(self) -> list[str]:
         """What the run is, in lines of at most 80 columns."""
         config, data = self.config, self.data
-        name = config.model if len(config.model) <= 40 else f"{config.model[:37]}..."
+        name = self.name if len(self.name) <= 40 else f"{self.name[:37]}..."
         lines = [
             f"model    {name}: {in_words(self.dense_macs)} MACs, {len(self.model.blocks)} blocks",
             f"data     {data.train_size} training and {data.val_size} validation images, {data.classes} classes",

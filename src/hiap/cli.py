@@ -176,8 +176,8 @@ def _add_measure(command: argparse.ArgumentParser) -> None:
     add("--model", required=True, help="timm name of the dense model; its weights do not matter")
     add("--img-size", type=_positive, help="input size; the model's own by default")
     add("--device", help="cuda or cpu; CUDA by default where there is any")
-    add("--dtype", default="bf16", help="fp32, tf32, bf16 or fp16 (default bf16)")
-    add("--batch", type=_positive, default=256, help="images at a time (default 256)")
+    add("--dtype", help="fp32, tf32, bf16 or fp16 (default bf16; CPU: fp32)")
+    add("--batch", type=_positive, help="images at a time (default 256; CPU: 1)")
     add("--mode", help="how networks will run: eager, graph (default with CUDA) or compile (optimised and compiled)")
     add("--unit", default="ms", help="ms, or mJ where the GPU reports energy (default ms)")
     add("-o", "--output", required=True, help="JSON file to write")
@@ -506,7 +506,9 @@ def _measure(options: argparse.Namespace) -> int:
     device, start = _device(options.device), time.perf_counter()
     _writable(options.output)
     model = _random_model(options).to(device)
-    found = measure(model, device, options.dtype, options.batch, options.unit, options.mode, options.model, say=print)
+    gpu = device.type == "cuda"
+    dtype, batch = options.dtype or ("bf16" if gpu else "fp32"), options.batch or (256 if gpu else 1)
+    found = measure(model, device, dtype, batch, options.unit, options.mode, options.model, say=print)
     found.save(options.output)
     parts = LatencyCost(model, found).of_widths(model, [site.widths for site in sites(model)])
     print(

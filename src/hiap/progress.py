@@ -20,6 +20,8 @@ def _state(line: dict[str, Any], target: str | None) -> str:
     if "top1" in line:
         parts.append(f"top-1 {line['top1']:.2f} %")
     goal = f" -> {target}" if target else ""
+    if line["stage"] == "dense":
+        return "  ".join(parts)
     if "cost" in line:
         parts.append(f"cost {line['cost']:.4g}{goal}")
     elif "hard_macs" in line:
@@ -73,6 +75,7 @@ class Progress:
         """
         if self._bar is not None:
             stage = f"{now['stage']} {now['epoch']}/{now['epochs']}"
+            now = {name: value for name, value in now.items() if name != "top1"}  # of another epoch
             self._bar.update(self._task, completed=done, description=stage, state=_state(now, target))
 
     def say(self, text: str) -> None:

@@ -23,6 +23,7 @@ __all__ = ["CONFIG", "RunError", "RunFolder", "checkpoints", "load_checkpoint", 
 
 CONFIG, DENSE = "config.yaml", "dense.safetensors"
 FREE = ("workers", "trackers", "strict_data", "checkpoint_every")  # may change from one part of a run to the next
+STREAMS = ("wds/", "hfids/")
 PATHS = ("data", "weights", "teacher_weights", "cost")
 
 
@@ -162,6 +163,8 @@ def _compare(folder: Path, found: str, wanted: str) -> None:
     if not isinstance(old, dict):
         raise RunError(f"{folder / CONFIG} is damaged: it must hold options and values; put it back")
     free = {*FREE, *(() if new.get("keep") == "best" else ("eval_every",))}
+    if str(new.get("data")).startswith(STREAMS):
+        free.remove("workers")  # which the order of the images depends on
     changed = [key for key in new if key not in free and not _same(key, old.get(key, new[key]), new[key])]
     if not changed:
         return

@@ -18,7 +18,7 @@ WAYS = {  # what happens: exit status and what is said
     "worker": (1, r"^hiap: image \d+ of the data set cannot be read \(train/cat/broken\.png\): "),
     "memory": (
         1,
-        r"^hiap: out of memory at step 2 of the search stage, with batches of 4 \(the last checkpoint is run/",
+        r"^hiap: out of memory at step 2 of the search stage, with batches of 4: begin again with --accumulate 2, ",
     ),
     "nan": (
         1,
@@ -26,7 +26,7 @@ WAYS = {  # what happens: exit status and what is said
     ),
     "disk": (
         1,
-        r"^hiap: checkpoint run/checkpoint-0+6 cannot be written \(.*No space left on device\); the last good ",
+        r"^hiap: checkpoint run/checkpoint-0+12 cannot be written \(.*No space left on device\); the last good ",
     ),
     "interrupt": (130, RESUME),
     "interrupt twice": (130, r"^hiap: stopped$"),

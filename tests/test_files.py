@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 import sys
 import threading
 import types
@@ -16,7 +17,7 @@ from PIL import Image
 
 from conftest import write_photos, write_shards
 from hiap.config import ConfigError, read_config
-from hiap.data import Augmentation, FolderData, open_data
+from hiap.data import Augmentation, FolderData, check_source, open_data
 from hiap.files import split_off
 from hiap.images import Loading
 
@@ -69,8 +70,8 @@ def test_a_share_of_every_class_is_taken_for_validation(photos: Path, flat: bool
     with pytest.raises(ValueError) as caught:
         opened(photos)
     assert str(caught.value) == (
-        f"{photos} must hold the folders train and val, a folder a class in each; found {found}; without a validation "
-        "part, pass --val-split 0.1 to take a tenth of the training images"
+        f"{photos} must hold the folders train and val, each with one folder for every class; found {found}; without a "
+        "validation part, pass --val-split 0.1 to take a tenth of the training images"
     )
     data = opened(photos, val_split=0.25)
     train, val = names(data)
@@ -105,17 +106,21 @@ def test_a_share_of_the_digits_or_of_a_stream_is_refused(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="digits has a validation part of its own: leave --val-split out"):
         opened("digits", val_split=0.1)
     shards = write_shards(tmp_path / "shards", {"train": [4], "validation": [2]})
-    with pytest.raises(ValueError, match="is a stream, of which --val-split can take nothing"):
+    with pytest.raises(
+        ValueError, match="is a stream, which --val-split cannot take apart: give it a split called validation"
+    ):
         opened(shards, classes=10, val_split=0.1)
 
 
 def test_a_class_without_images_is_named(photos: Path) -> None:
     (photos / "train/fox").mkdir()
     (photos / "train/fox/notes.txt").touch()
-    with pytest.warns(UserWarning, match=r"there is no image in train/fox, so that this is no class"):
+    with pytest.warns(UserWarning, match=r"there is no image in train/fox: no class is made of it"):
         assert opened(photos).class_names == ["cat", "dog"]
     shutil.rmtree(photos / "val/cat"), shutil.rmtree(photos / "val/dog")
-    with pytest.raises(ValueError, match=r"cannot be read: Found 0 images in .*/val; known are \.png, \.jpg"):
+    with pytest.raises(
+        ValueError, match=r"cannot be read: Found 0 images in the class folders of .*/val; the kinds are \.png, \.jpg"
+    ):
         opened(photos)
 
 
@@ -395,3 +400,45 @@ def test_every_kind_of_image_is_read(photos: Path, kind: str) -> None:
         Image.open(file).convert("RGB").save(file.with_suffix(f".{kind}"), save_all=kind in ("gif", "tiff"))
         file.unlink()
     assert sum(len(y) for _, y in opened(photos, strict=True).val(3)) == 8
+
+
+def test_names_that_sort_alike_have_one_order(tmp_path: Path) -> None:
+    """timm takes 01 for 1 and A for a; the order must not depend on a process."""
+    for name in ("A", "a", "B", "b", "01", "1"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for i in range(2):
+            Image.new("RGB", (4, 4)).save(tmp_path / "photos" / name / f"{i}.png")
+    code = "import sys; from hiap.files import list_folder; print(list_folder(sys.argv[1], 0.5)[0].class_names)"
+    orders = [
+        subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / "photos")],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2", "3")
+    ]
+    assert set(orders) == {"['01', '1', 'A', 'a', 'B', 'b']\n"}
+
+
+def test_images_beside_the_class_folders_are_left_out(photos: Path) -> None:
+    Image.new("RGB", (4, 4)).save(photos / "train/thumb.png")
+    with pytest.warns(UserWarning, match=r"images outside the folders of classes are left out: train/thumb\.png"):
+        assert opened(photos).class_names == ["cat", "dog"]
+
+
+def test_a_folder_called_digits_does_not_hide_the_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "digits").mkdir()
+    monkeypatch.chdir(tmp_path)
+    check_source("digits")
+    with pytest.raises(ValueError, match="must hold the folders train and val"):
+        check_source("./digits")
+
+
+def test_every_name_of_validation_counts_in_a_table(photos: Path) -> None:
+    images = sorted(photos.rglob("*.png"))
+    rows = [f"{path},{path.parent.name},train" for path in images[:-2]]
+    rows += [f"{images[-2]},cat,val", f"{images[-1]},cat,validation"]
+    (photos / "table.csv").write_text("\n".join(rows))
+    assert opened(photos / "table.csv").val_size == 2

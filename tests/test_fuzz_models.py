@@ -6,9 +6,12 @@ import random
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import timm.layers as layers
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
@@ -17,7 +20,7 @@ from conftest import images, randomise
 from hiap.checkpoint import check_savable
 from test_cost import counted_macs
 
-CASES = 300
+CASES, GROUPS = 300, 15  # groups, so that several processes can share them
 NORMS = [
     "layernorm",
     "layernormfp32",
@@ -101,17 +104,18 @@ def same_bytes(first: Path, second: Path) -> bool:
     )
 
 
-@pytest.mark.parametrize("seeds", [range(start, start + 20) for start in range(0, CASES, 20)], ids=lambda s: s.start)
-def test_random_models(seeds: range, tmp_path: Path) -> None:
-    for seed in seeds:
-        try:
-            one_model(seed, tmp_path / str(seed))
-        except Exception as error:
-            raise AssertionError(f"the model of seed {seed}") from error
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_random_models(group: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    @hypothesis.seed(group)
+    @settings(max_examples=CASES // GROUPS, deadline=None, database=None)
+    @given(chance=st.randoms(use_true_random=False), seed=st.integers(0, 2**31))
+    def holds(chance: random.Random, seed: int) -> None:
+        one_model(chance, seed, tmp_path_factory.mktemp("model"))
+
+    holds()
 
 
-def one_model(seed: int, folder: Path) -> None:
-    chance = random.Random(seed)
+def one_model(chance: random.Random, seed: int, folder: Path) -> None:
     options = random_options(chance)
     dense = VisionTransformer(**options, weight_init="skip").eval()
     randomise(dense, seed)

@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import hiap
 from hiap.config import Config
@@ -164,3 +172,22 @@ def test_an_object_like_data_is_taken_as_it_is() -> None:
 
     own = Own()
     assert as_data(own, Config(), CPU) is own
+
+
+def test_what_a_loader_says_of_itself() -> None:
+    data = TensorDataset(torch.zeros(40, 3, 4, 4), torch.arange(40) % 20)
+    some = DataLoader(data, 4, sampler=SubsetRandomSampler(range(8)))
+    assert hiap.LoaderData(some, some).val_size == 8
+
+    class Parity(Dataset[Any]):
+        dataset, classes = data, ["even", "odd"]
+
+        def __len__(self) -> int:
+            return 40
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            return self.dataset[index][0], index % 2
+
+    loader = DataLoader(Parity(), 4)
+    own = hiap.LoaderData(loader, loader)
+    assert (own.classes, own.class_names) == (2, ["even", "odd"])

@@ -82,6 +82,11 @@ class TestDefaults:
         result = run.go()
         assert result.record["dense_top1"] >= 0 and hiap.load(tmp_path / "run/compact").num_classes == 10
 
+    def test_a_model_object_with_a_new_classifier_does_not_teach_untrained(self) -> None:
+        model = timm.create_model("vit_tiny_patch16_224", **{**TINY["model_args"], "num_classes": 7})
+        with pytest.raises(ConfigError, match=r"weights of VisionTransformer are for 7 classes, the data has 10"):
+            Setup(tiny(pretrained=False, dense_epochs=0), CPU, data=noise_data(512, 8), model=model)
+
     def test_weights_of_the_same_classes_are_pruned_at_once(self, tmp_path: Path) -> None:
         parts = Setup(tiny(weights=weights(tmp_path), dense_epochs=None), CPU, data=noise_data(512, 8))
         assert parts.dense_epochs == 0 and not parts.new_classifier
@@ -284,7 +289,7 @@ class TestInterruptions:
         run("whole", False)
         with pytest.raises(KeyboardInterrupt):
             run("stopped", True)
-        assert f"saved at step 6; go on with `hiap prune --resume --out {tmp_path}/stopped`" in capsys.readouterr().out
+        assert "saved at step 6; go on with hiap.prune(..., resume=True, data=...)" in capsys.readouterr().out
         assert len((tmp_path / "stopped/metrics.jsonl").read_text().splitlines()) == 2
         run("stopped", False)
         assert same(tmp_path / "whole", tmp_path / "stopped")
@@ -399,15 +404,120 @@ class TestInterruptions:
 
     def test_exchanged_weights_are_noticed(self, stopped: Path, tmp_path: Path) -> None:
         shutil.copytree(stopped, tmp_path / "copy")
-        weights(tmp_path / "copy", img_size=8, class_token=False, global_pool="avg")
-        (tmp_path / "copy/weights.safetensors").rename(tmp_path / "other.safetensors")
-        shutil.copy(stopped / "weights.safetensors", tmp_path / "copy")
         state = {name: tensor + 1 for name, tensor in load_file(tmp_path / "copy/weights.safetensors").items()}
         config = (tmp_path / "copy/run/config.yaml").read_text()
         (tmp_path / "copy/run/config.yaml").write_text(config.replace(str(stopped), str(tmp_path / "copy")))
         save_file(state, tmp_path / "copy/weights.safetensors")
         with pytest.raises(RunError, match=r"weights\.safetensors has changed since the run in .* put the old weights"):
             prune(self.config(tmp_path / "copy"), tmp_path / "copy/run", resume=True, data=noise_data(512, 8))
+
+    def test_changed_data_is_noticed(self, stopped: Path, tmp_path: Path) -> None:
+        shutil.copytree(stopped / "run", tmp_path / "run")
+        text = r"the data has changed since .*: training images 1024 \(was 512\); per_epoch 4 \(was 2\); put it back"
+        with pytest.raises(RunError, match=text):
+            prune(self.config(stopped), tmp_path / "run", resume=True, data=noise_data(1024, 8))
+
+    def test_what_was_given_in_python_must_be_given_again(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        train_step = Run.train_step
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Run, "train_step", lambda self, *batch: (_signalled(self, 3), train_step(self, *batch))[1])
+            prune(tiny(), tmp_path / "run", data=noise_data(1437, 8))
+        assert "saved at step 3; go on with hiap.prune(..., resume=True, data=...)\n" in capsys.readouterr().out
+        assert main(["prune", "--resume", "--out", str(tmp_path / "run")]) == 1
+        text = f"hiap: {tmp_path}/run holds a run that was given data in Python: pass the same, resume=True\n"
+        assert capsys.readouterr().err == text
+
+    def test_a_checkpoint_of_another_network_is_refused(self, stopped: Path, tmp_path: Path) -> None:
+        def change(run: Path) -> None:
+            file = next(run.rglob("state.safetensors"))
+            save_file({name: t.flatten()[:1].clone() for name, t in load_file(file).items()}, file)
+
+        with pytest.raises(RunError, match=r"checkpoint .* is damaged \(RuntimeError: "):
+            self.resumed(stopped, tmp_path, change)
+
+    def test_what_ends_an_evaluation_loses_no_step(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A second signal, or a kill: the epoch was saved before; and one that was evaluated is not evaluated again."""
+        config, calls = tiny(eval_every=1), []
+        accuracy = Run._accuracy
+
+        def watched(self: Run, *arguments: Any, **options: Any) -> float:
+            if self.pending is not None:
+                calls.append(self.pending["epoch"])
+            if calls == [1, 2, 3]:
+                raise KeyboardInterrupt
+            return accuracy(self, *arguments, **options)
+
+        monkeypatch.setattr(Run, "_accuracy", watched)
+        with pytest.raises(KeyboardInterrupt):
+            prune(config, tmp_path / "run", data=noise_data(512, 8))
+        assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-000000006"]
+        prune(config, tmp_path / "run", resume=True, data=noise_data(512, 8))
+        assert calls == [1, 2, 3, 3, 4]
+        prune(config, tmp_path / "run", resume=True, data=noise_data(512, 8))
+        assert calls == [1, 2, 3, 3, 4]
+        prune(config, tmp_path / "whole", data=noise_data(512, 8))
+        assert same(tmp_path / "whole", tmp_path / "run")
+
+    def test_a_signal_in_an_evaluation_that_is_made_up_for_ends_the_run_too(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from hiap.evaluate import Interrupted
+
+        accuracy = Run._accuracy
+
+        def interrupted(self: Run, *arguments: Any, **options: Any) -> float:
+            if self.pending is None:
+                return accuracy(self, *arguments, **options)
+            self.signals.number = signal.SIGTERM
+            raise Interrupted
+
+        monkeypatch.setattr(Run, "_accuracy", interrupted)
+        for resume in (False, True):
+            with pytest.raises(SystemExit) as left:
+                prune(tiny(eval_every=1), tmp_path / "run", resume=resume, data=noise_data(512, 8))
+            assert left.value.code == 143
+
+    def test_a_signal_after_the_last_step_is_heard(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        save = Run.save_checkpoint
+
+        def saved(self: Run) -> None:
+            save(self)
+            self.signals.number = signal.SIGINT if self.step == 8 else None
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Run, "save_checkpoint", saved)
+            prune(tiny(), tmp_path / "run", data=noise_data(512, 8))
+        assert not (tmp_path / "run/compact").exists()
+        prune(tiny(), tmp_path / "run", resume=True, data=noise_data(512, 8))
+
+    @pytest.mark.parametrize(
+        ("error", "text"),
+        [
+            (
+                MemoryError(),
+                r"out of memory at step 2 of the search stage, with batches of 256: begin again with --acc",
+            ),
+            (
+                RuntimeError("Bus error: out of shared memory"),
+                r"loader workers ran out of shared memory: pass --workers 0",
+            ),
+        ],
+    )
+    def test_memory_that_runs_out_is_told_apart(
+        self, error: Exception, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        train_step = Run.train_step
+
+        def step(self: Run, *batch: torch.Tensor) -> dict[str, torch.Tensor]:
+            if self.step == 2:
+                raise error
+            return train_step(self, *batch)
+
+        monkeypatch.setattr(Run, "train_step", step)
+        with pytest.raises(RunError, match=text):
+            prune(tiny(), tmp_path / "run", data=noise_data(512, 8))
 
     def test_another_number_of_processes_is_said(self, stopped: Path, tmp_path: Path) -> None:
         def change(run: Path) -> None:
@@ -434,6 +544,11 @@ class TestInterruptions:
                 prune(tiny(dense_epochs=1), tmp_path / "dense", data=noise_data(512, 8))
         prune(tiny(), tmp_path / "run", resume=True, data=noise_data(512, 8))
         assert hiap.macs(hiap.load(tmp_path / "run/compact")) > 0
+
+
+def test_two_runs_in_one_process_may_differ_in_precision(tmp_path: Path) -> None:
+    for precision in ("fp32", "bf16", "fp32"):
+        Run(tiny(precision=precision), tmp_path / "run", data=noise_data(512, 8))
 
 
 def test_errors_name_every_wrong_option() -> None:

@@ -113,3 +113,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'hiap' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f"hiap.{_HOMES[name]}"), name)
     return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -14,6 +14,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, astuple, is_dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -35,7 +36,7 @@ from hiap.gating import detach, is_gated
 from hiap.registration import hiap_vit
 from hiap.topology import Topology
 
-__all__ = ["check_savable", "load", "load_for_timm", "save"]
+__all__ = ["check_savable", "digest_tensors", "load", "load_for_timm", "save"]
 
 FORMAT = 1
 ARCHITECTURE = hiap_vit.__name__  # that timm finds the model by
@@ -80,10 +81,10 @@ def save(compact: ViT, folder: Folder, class_names: Sequence[str] | None = None)
 
 def _write(target: Path, config: dict[str, Any], state: dict[str, torch.Tensor]) -> None:
     prefix = f".{target.name}.saving-"
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as scratch:
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent, ignore_cleanup_errors=True) as scratch:
         new, old = Path(scratch, "new"), Path(scratch, "old")
         new.mkdir()
-        metadata = {"format": "pt", DIGEST: _digest(config), TENSORS_DIGEST: _digest_tensors(state)}
+        metadata = {"format": "pt", DIGEST: _digest(config), TENSORS_DIGEST: digest_tensors(state)}
         safetensors.torch.save_file(state, new / WEIGHTS, metadata)
         _sort_metadata(new / WEIGHTS)
         (new / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
@@ -96,9 +97,10 @@ def _write(target: Path, config: dict[str, Any], state: dict[str, torch.Tensor])
             if old.exists():
                 old.rename(target)
             raise
-    for entry in target.parent.iterdir():
-        if entry.name.startswith(prefix):  # of a save that was killed
-            shutil.rmtree(entry, ignore_errors=True)
+    with suppress(OSError):
+        for entry in target.parent.iterdir():
+            if entry.name.startswith(prefix):  # of a save that was killed
+                shutil.rmtree(entry, ignore_errors=True)
 
 
 def _sort_metadata(file: Path) -> None:
@@ -166,10 +168,20 @@ def _pretrained_cfg(model: ViT) -> dict[str, Any]:
     # Where timm would fetch the dense weights from says nothing about this folder.
     cfg = {k: v for k, v in (given or {}).items() if k not in ("file", "source", "state_dict")}
     try:
-        json.dumps(cfg)
+        _check_cfg("model.pretrained_cfg", json.loads(json.dumps(cfg)))
     except (TypeError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(f"model.pretrained_cfg cannot be written as JSON: {error}") from error
     return cfg
+
+
+def _check_cfg(where: str, cfg: dict[str, Any]) -> None:
+    """Refuse values of a pretrained_cfg that timm could not read."""
+    for name, value in cfg.items():
+        fits = CFG_VALUES.get(name)
+        if value is not None and fits is not None and not fits(value):
+            raise CheckpointError(f"{where} has {name} {str(value)[:40]!r}, which timm cannot read")
 
 
 def _describe(model: ViT, class_names: Sequence[str] | None) -> dict[str, Any]:
@@ -331,10 +343,7 @@ def _check_values(file: Path, config: dict[str, Any]) -> None:
         raise CheckpointError(f"{file}: class_names must be a list of {config['num_classes']} names, or null")
     if cfg is not None and not isinstance(cfg, dict):
         raise CheckpointError(f"{file}: pretrained_cfg must be an object")
-    for name, value in (cfg or {}).items():
-        fits = CFG_VALUES.get(name)
-        if value is not None and fits is not None and not fits(value):
-            raise CheckpointError(f"{file}: pretrained_cfg has {name} {str(value)[:40]!r}, which timm cannot read")
+    _check_cfg(f"{file}: pretrained_cfg", cfg or {})
 
 
 def _is_list(value: Any, *kinds: type) -> bool:
@@ -371,7 +380,7 @@ def _read_weights(path: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} is damaged or cut short ({error})") from error
     # Folders of earlier versions have no digest of their tensors.
-    if metadata.get(TENSORS_DIGEST, found := _digest_tensors(state)) != found:
+    if TENSORS_DIGEST in metadata and metadata[TENSORS_DIGEST] != digest_tensors(state):
         raise CheckpointError(f"{file} is damaged: its tensors are not those that were saved")
     return state
 
@@ -381,7 +390,7 @@ def _digest(config: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(bound, sort_keys=True).encode()).hexdigest()
 
 
-def _digest_tensors(state: dict[str, torch.Tensor]) -> str:
+def digest_tensors(state: dict[str, torch.Tensor]) -> str:
     """A digest of names, dtypes, shapes and values."""
     digest = hashlib.sha256()
     for name, tensor in sorted(state.items()):

@@ -63,6 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # a run that could save has said so
         print("hiap: stopped", file=sys.stderr)
         return 130
+    except SystemExit as error:
+        if error.code == 143:  # SIGTERM
+            print("hiap: stopped", file=sys.stderr)
+        raise
     except BrokenPipeError:  # whoever reads the output, `head` say, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -278,7 +282,8 @@ def _prune(options: argparse.Namespace) -> int:
     if options.print_config:
         print(config.to_yaml(), end="")
         return 0
-    print("reading the model and the data", flush=True)
+    if os.environ.get("RANK", "0") == "0":
+        print("reading the model and the data", flush=True)
     try:
         from hiap.train import prune
     except ImportError as error:
@@ -329,7 +334,8 @@ def _report(result: Any, config: Any) -> None:
     else:
         print("kept the last epoch; --keep best keeps the best on the validation images")
     run, source = shlex.quote(str(result.folder.parent)), shlex.quote(config.data)
-    split = f" --val-split {config.val_split:g}" if config.val_split else ""
+    given = [(name, getattr(config, name)) for name in ("val_split", "input_key", "target_key")]
+    split = "".join(f" --{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in given if value)
     print(f"saved in {result.folder}; next:")
     print(f"  hiap info {run}")
     print(f"  hiap evaluate {run} --data {source}{split}")

@@ -41,7 +41,7 @@ from hiap.images import (
     transform,
 )
 from hiap.loaders import LoaderData
-from hiap.streams import StreamData, check_columns, open_stream
+from hiap.streams import STREAMS, StreamData, check_columns, open_stream
 
 __all__ = [
     "Augmentation",
@@ -191,7 +191,8 @@ def _lost(dataset: Any, index: int, error: Exception, strict: bool) -> Lost:
     if isinstance(dataset, Subset):
         return _lost(dataset.dataset, dataset.indices[index], error, strict)
     name = dataset.name(index) if isinstance(dataset, Files) else f"image {index}"
-    return Lost(name, f"image {index} of the data set cannot be read ({name}): {error}" if strict else None)
+    own = f" ({name})" if isinstance(dataset, Files) else ""
+    return Lost(name, f"image {index} of the data set cannot be read{own}: {error}" if strict else None)
 
 
 def _labels(dataset: Any) -> list[Any]:
@@ -257,12 +258,14 @@ def check_source(data: str, val_split: float | None = None) -> None:
     Raises:
         ValueError: there is no such folder, file or kind of data set.
     """
-    if os.path.isdir(data):
+    if data == "digits":
+        return
+    if os.path.isdir(data) and not data.startswith(STREAMS):
         folder_parts(data, val_split)
     elif Path(data).suffix.lower() == ".csv":
         if not os.path.isfile(data):
             raise ValueError(f"--data {data!r}: there is no such file")
-    elif data != "digits":
+    else:
         _locate(data)
 
 
@@ -299,7 +302,7 @@ def open_data(
             train, val = ((images.expand(-1, 3, -1, -1), labels) for images, labels in (train, val))
         return ByteData(train, val, *held, names)
     keys = (input_key or "image", target_key or "label")
-    if data.startswith(("wds/", "hfids/")):
+    if data.startswith(STREAMS):
         return _open_stream(data, loading, hold, classes, val_split, keys)
     if os.path.isdir(data) or Path(data).suffix.lower() == ".csv":
         try:
@@ -323,7 +326,7 @@ def _open_stream(
     if hold:
         raise ValueError(f"{data} is a stream, which is not held in memory: use --data-device loader")
     if val_split is not None:
-        raise ValueError(f"{data} is a stream, of which --val-split can take nothing: it needs a split validation")
+        raise ValueError(f"{data} is a stream, which --val-split cannot take apart: give it a split called validation")
     first, second = (open_stream(name, root, split, *keys) for split in SPLITS)
     classes = len(first.class_names) if first.class_names else classes
     if classes is None:
@@ -354,7 +357,7 @@ def _open_named(
         check_columns(name, train.reader.dataset.column_names, *keys)
     index = _class_index(train)
     if hub and not index and isinstance((labels := _labels(train))[0], str):
-        index = {label: i for i, label in enumerate(sorted(set(labels), key=natural_key))}
+        index = {label: i for i, label in enumerate(sorted(sorted(set(labels)), key=natural_key))}
         train = create("train", class_map=index)
     if val_split is not None:
         sets: Sequence[Any] = [Subset(train, chosen) for chosen in split_off(_labels(train), val_split)]

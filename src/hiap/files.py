@@ -55,7 +55,10 @@ def folder_parts(data: str, share: float | None) -> tuple[bool, list[str]]:
     parts = [name for name in VALIDATION if name in found]
     whole = "train" not in found
     if (share is None and (whole or not parts)) or (whole and (parts or not found)):
-        raise ValueError(f"{data} must hold the folders train and val, a folder a class in each; found {found}; {HINT}")
+        hint = f"; {HINT}" if share is None else ""
+        raise ValueError(
+            f"{data} must hold the folders train and val, each with one folder for every class; found {found}{hint}"
+        )
     return whole, parts
 
 
@@ -110,7 +113,7 @@ def read_table(data: str, share: float | None) -> tuple[Files, Files]:
             if part not in ("train", *VALIDATION):
                 raise ValueError(f"line {rows.line_num} of {data}: the split must be train or val; found {cells[2]!r}")
             parts[part].append((os.path.join(root, cells[0]), cells[1]))
-    train, other = parts["train"], next((parts[name] for name in VALIDATION if name in parts), [])
+    train, other = parts["train"], parts["val"] + parts["validation"] + parts["valid"] or parts["test"]
     if not train:
         raise ValueError(f"{data} must list training images, one a line as path,label; found none")
     missing = [path for path, _ in (*train, *other) if not os.path.isfile(path)]
@@ -171,6 +174,7 @@ def _walk(folder: str, root: str) -> Listing:
     """
     types = (*get_img_extensions(), *EXTENSIONS)
     found: Listing = []
+    stray: Listing = []  # in no folder of a class
     empty, seen = [], set()
     direct, linked = deque([folder]), deque[str]()
     while direct or linked:
@@ -188,7 +192,7 @@ def _walk(folder: str, root: str) -> Listing:
                 if entry.is_dir():
                     folders.append(entry)
                 elif entry.name.lower().endswith(types) and entry.is_file():
-                    found.append((entry.path, label))
+                    (found if label else stray).append((entry.path, label))
             except OSError:  # a link that leads to itself
                 continue
         for entry in sorted(folders, key=lambda entry: entry.name):
@@ -196,14 +200,20 @@ def _walk(folder: str, root: str) -> Listing:
         if not folders and len(found) == before:
             empty.append(os.path.relpath(place, root))
     if not found:
-        raise ValueError(f"--data {root!r} cannot be read: Found 0 images in {folder}; known are {', '.join(types)}")
+        raise ValueError(
+            f"--data {root!r} cannot be read: Found 0 images in the class folders of {folder}; the kinds are "
+            f"{', '.join(types)}"
+        )
     if empty:
-        warnings.warn(f"there is no image in {named(sorted(empty))}, so that this is no class", stacklevel=4)
+        warnings.warn(f"there is no image in {named(sorted(empty))}: no class is made of it", stacklevel=4)
+    if stray:
+        names = named(sorted(os.path.relpath(path, root) for path, _ in stray))
+        warnings.warn(f"images outside the folders of classes are left out: {names}", stacklevel=4)
     return sorted(sorted(found), key=lambda one: natural_key(one[0]))  # the same everywhere, where 01 is also 1
 
 
 def _class_names(train: Iterable[tuple[str, str]], data: str) -> list[str]:
-    names = sorted({name for _, name in train}, key=natural_key)
+    names = sorted(sorted({name for _, name in train}), key=natural_key)  # 01 and 1, a and A have one key
     if len(names) < 2:
         raise ValueError(
             f"{data} must have two classes or more; found {names}"

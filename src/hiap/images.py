@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
@@ -126,17 +127,18 @@ def converted(image: Image.Image, mode: str) -> Image.Image:
 def outlive_signals(worker: int) -> None:
     """Let a loader worker go on when SIGTERM or SIGINT comes to the whole group: the run saves first and ends it then.
 
-    SIGTERM of its own parent is how torch and `multiprocessing` end a worker, so it is obeyed. Where the sender cannot
-    be known (there is no `sigwaitinfo` on macOS), every SIGTERM is.
+    SIGTERM of the process that started it is how torch and `multiprocessing` end a worker, so it is obeyed. Where the
+    sender cannot be known (there is no `sigwaitinfo` on macOS), every SIGTERM is.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):
+    owner = multiprocessing.parent_process()  # not always the parent in the system: a fork server may be
+    if hasattr(signal, "sigwaitinfo") and owner is not None and owner.pid is not None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_await_parent, daemon=True).start()
+        threading.Thread(target=_await_owner, args=(owner.pid,), daemon=True).start()
 
 
-def _await_parent() -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+def _await_owner(pid: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != pid:
         pass
     os._exit(0)
 
@@ -197,7 +199,10 @@ def deliver(loaded: Iterable[Loaded], device: torch.device, filled: bool = True)
         if fatal is not None:
             raise ValueError(fatal)
         if filled and not len(labels):
-            raise ValueError(f"no image of a whole batch can be read ({named(lost)}); is this an image data set?")
+            raise ValueError(
+                f"no image of a batch, or of this process's part of it, can be read ({named(lost)}); is this an image "
+                "data set?"
+            )
         if lost and not skipped:
             warnings.warn(
                 f"some images cannot be read and are skipped: {named(lost)}; --strict-data makes this an error",

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Subset
 
 from hiap.images import Batch, mix_seed
 
@@ -98,8 +99,11 @@ class LoaderData:
 
     @property
     def val_size(self) -> int:
-        dataset = getattr(self._val, "dataset", None)
-        return len(dataset) if _sized(dataset) else 0  # type: ignore[arg-type]
+        """Images of the validation loader, 0 where it does not say."""
+        for thing in (getattr(self._val, "sampler", None), getattr(self._val, "dataset", None)):
+            if _sized(thing):
+                return len(thing)  # type: ignore[arg-type]
+        return 0
 
     def train(self, epoch: int, start: int, batch: int, rank: int, world: int) -> Iterator[Batch]:
         bound = self if self._batch == batch and world == 1 else self.bound(batch, self._device, self._seed, world)
@@ -164,12 +168,12 @@ class LoaderData:
 
 def _classes(dataset: Any) -> tuple[int | None, list[str] | None]:
     """Number and names of the classes, as far as a data set says them."""
-    while hasattr(dataset, "dataset"):  # a subset
+    while isinstance(dataset, Subset):
         dataset = dataset.dataset
     index = getattr(getattr(dataset, "reader", dataset), "class_to_idx", None)
     names = getattr(dataset, "classes", None) or (sorted(index, key=index.__getitem__) if index else None)
     if isinstance(names, list | tuple):
-        return len(names), [str(name) for name in names]
+        return len(names), [", ".join(map(str, name)) if isinstance(name, tuple) else str(name) for name in names]
     tensors = getattr(dataset, "tensors", None)  # of a TensorDataset
     labels = tensors[1] if tensors and len(tensors) == 2 else getattr(dataset, "targets", None)
     if labels is None or not len(labels):

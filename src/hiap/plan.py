@@ -48,7 +48,7 @@ def estimate(parts: Setup, device: torch.device) -> float:
         if time.perf_counter() - begun > PATIENCE:
             break
     reading = (time.perf_counter() - begun) / len(batches)
-    few = min(FEW, config.batch_size) if device.type == "cpu" else config.batch_size
+    few = min(FEW, config.batch_size) if device.type == "cpu" else -(-config.batch_size // config.accumulate)
     x, y = (part[:few].to(device) for part in batches[0])
     scale = config.batch_size / len(x)
 
@@ -63,7 +63,7 @@ def estimate(parts: Setup, device: torch.device) -> float:
 
     stop = (config.stop_after or config.epochs) * parts.per_epoch
     search = min(schedule.freeze, stop)
-    training = parts.dense_epochs * parts.per_epoch * step(dense, None)
+    training = parts.dense_epochs * parts.per_epoch * step(dense, None) if parts.dense_epochs else 0.0
     training += search * step(gated, teacher) + (stop - search) * step(small, teacher)
     evaluations = stop / parts.per_epoch / config.eval_every + 4  # the dense model, the soft start, the freeze, the end
     seen = evaluations * parts.data.val_size / config.batch_size

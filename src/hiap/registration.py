@@ -35,21 +35,28 @@ def _add() -> None:
 
 
 class _Waiting(MetaPathFinder):
-    """Finds nothing itself: when timm is looked for, it has the finders behind it find timm, and registers after."""
+    """Finds nothing itself: when timm is looked for, the finders behind it find it, and it is registered with after."""
+
+    asking = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != "timm":
+        if fullname != "timm" or self.asking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("timm")
+        self.asking = True
+        try:
+            spec = importlib.util.find_spec("timm")
+        finally:
+            self.asking = False
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
             def run_and_add(module: ModuleType) -> None:
                 run(module)
-                _add()
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    _add()
 
             spec.loader.exec_module = run_and_add  # type: ignore[method-assign]
         return spec

@@ -49,17 +49,21 @@ LEAST = 16  # images of a batch, by default
 Normalisation = tuple[tuple[float, ...], tuple[float, ...]]  # mean and std, a value a channel
 
 
-def fit_classifier(config: Config, model: ViT, classes: int) -> bool:
+def fit_classifier(config: Config, model: ViT, name: str, trained: bool, classes: int) -> bool:
     """Give the model as many classes as the data has. Returns whether its classifier is new.
+
+    Args:
+        name: of the model, for errors.
+        trained: whether it has weights that were trained before.
 
     Raises:
         ConfigError: it would have to teach itself with a new, random classifier.
     """
     if model.num_classes == classes:
         return False
-    if config.trained and config.dense_epochs == 0 and config.teacher == "self" and config.taught:
+    if trained and config.dense_epochs == 0 and config.teacher == "self" and config.taught:
         raise ConfigError(
-            f"the weights of {config.model} are for {model.num_classes or 'no'} classes, the data has {classes}: with "
+            f"the weights of {name} are for {model.num_classes or 'no'} classes, the data has {classes}: with "
             "a new classifier the dense model has nothing to teach. Pass --weights FILE of one trained on this data, "
             "--dense-epochs N to fine-tune it first, or --teacher none"
         )
@@ -273,7 +277,8 @@ class Setup:
         self.data = given or load_data(config, self.model, device)
         self.config = config = replace(config, batch_size=config.batch_size or default_batch(config, self.data))
         check_parts(config, processes)
-        self.new_classifier = fit_classifier(config, self.model, self.data.classes) and self.trained
+        fitted = fit_classifier(config, self.model, self.name, self.trained, self.data.classes)
+        self.new_classifier = fitted and self.trained
         note_preprocessing(self.model, self.norm, self.data)
         check_savable(self.model)
         self.dense_epochs = self._dense_epochs()

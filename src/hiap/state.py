@@ -19,11 +19,18 @@ import yaml
 from safetensors import SafetensorError
 from torch import Tensor
 
-__all__ = ["CONFIG", "RunError", "RunFolder", "checkpoints", "load_checkpoint", "load_dense"]
+from hiap.streams import STREAMS
+
+__all__ = ["CONFIG", "RunError", "RunFolder", "checkpoints", "load_checkpoint", "load_dense", "logged"]
 
 CONFIG, DENSE = "config.yaml", "dense.safetensors"
-FREE = ("workers", "trackers", "strict_data", "checkpoint_every")  # may change from one part of a run to the next
-STREAMS = ("wds/", "hfids/")
+FREE = (
+    "workers",
+    "trackers",
+    "strict_data",
+    "download",
+    "checkpoint_every",
+)  # may change from one part of a run to the next
 PATHS = ("data", "weights", "teacher_weights", "cost")
 
 
@@ -86,6 +93,7 @@ class RunFolder:
                 flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
                 safetensors.torch.save_file(flat, new / "state.safetensors")
                 (new / "state.json").write_text(json.dumps(state))
+                shutil.copymode(new / "state.json", new / "state.safetensors")  # which nobody else could read
                 if target.exists():
                     shutil.rmtree(target)
                 new.rename(target)
@@ -128,6 +136,7 @@ class RunFolder:
         partial = self.path / "dense.partial"
         try:
             safetensors.torch.save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, partial)
+            shutil.copymode(self.path / CONFIG, partial)
             partial.replace(self.path / DENSE)
         except (OSError, SafetensorError) as error:
             partial.unlink(missing_ok=True)
@@ -183,6 +192,13 @@ def _same(key: str, old: Any, new: Any) -> bool:
     if key in PATHS and isinstance(old, str) and isinstance(new, str):
         return os.path.realpath(old) == os.path.realpath(new)
     return bool(old == new)
+
+
+def logged(folder: Path, step: int) -> dict[str, Any] | None:
+    """What metrics.jsonl says of the epoch that ended with this step, if it does."""
+    file = folder / "metrics.jsonl"
+    lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+    return next((dict(json.loads(line)) for line in lines if _step_of(line) == step), None)
 
 
 def checkpoints(folder: Path) -> list[Path]:

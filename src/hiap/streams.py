@@ -32,7 +32,9 @@ from hiap.images import (
     transform,
 )
 
-__all__ = ["Stream", "StreamData", "check_columns", "open_stream"]
+__all__ = ["STREAMS", "Stream", "StreamData", "check_columns", "open_stream"]
+
+STREAMS = ("wds/", "hfids/")  # how their names begin
 
 
 class Stream(Protocol):
@@ -108,7 +110,8 @@ class Shards:
                     if not self._other_label or self._label(sample) >= 0:  # timm marks what has no label with -1
                         yield sample
             except Exception as error:  # many images at once: never skipped
-                raise ValueError(f"shard {shard} cannot be read: {error.args[0] if error.args else error}") from error
+                reason = getattr(error, "strerror", None) or (error.args[0] if error.args else error)
+                raise ValueError(f"shard {shard} cannot be read: {reason}") from error
 
     def _label(self, sample: Any) -> int:
         return int(json.loads(sample["json"])[self._other_label] if self._other_label else sample[self._label_key])

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.state import AcceleratorState, PartialState
 from timm.data import Mixup
 from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 
 from hiap.axes import align_heads
 from hiap.budget import Controller
-from hiap.checkpoint import check_target, save
+from hiap.checkpoint import check_target, digest_tensors, save
 from hiap.compact import Widths
 from hiap.config import Config
 from hiap.cost import Cost, MacCost, expected_counts, macs, macs_of_widths
@@ -56,7 +57,7 @@ from hiap.objective import (
 from hiap.optimizer import carry_optimizer, group_counters, pack_optimizer, set_group_counters, unpack_optimizer
 from hiap.progress import Progress, Stopwatch, epoch_line
 from hiap.start import Setup, make_teacher
-from hiap.state import RunError, RunFolder, checkpoints, load_checkpoint, load_dense
+from hiap.state import RunError, RunFolder, checkpoints, load_checkpoint, load_dense, logged
 from hiap.timing import device_name, precision
 from hiap.topology import Topology, harden, set_topology
 
@@ -65,8 +66,7 @@ __all__ = ["Result", "Run", "prune"]
 PROJECTIONS = 100  # times the budget moves in a run
 ALIGNING = 512  # images, at least, that the axes of heads are found on
 FACTS = ("top1", "hard_macs", "cost", "open_heads", "open_blocks")  # that the live line shows
-WORDS = {"weights": "weights", "teacher_weights": "weights", "cost": "table"}
-INPUTS = tuple(WORDS)  # files that must not change between two parts of a run
+INPUTS = ("teacher_weights", "cost")  # files that must not change between two parts of a run
 NEW = 10.0  # times faster a new classifier learns than the trained rest of a dense model
 WARMUP = 0.05  # share of the epochs, by default
 
@@ -129,6 +129,8 @@ class Run:
         config.check()
         self.config, self.out = config, Path(out)
         handlers = [DistributedDataParallelKwargs(broadcast_buffers=False)]
+        if PartialState._shared_state and PartialState().num_processes == 1:
+            AcceleratorState._reset_state()  # the run before in this process may have had another precision
         self.accelerator = Accelerator(
             cpu=not (torch.cuda.is_available() or torch.backends.mps.is_available()),
             mixed_precision="no" if config.precision == "fp32" else config.precision,
@@ -142,7 +144,9 @@ class Run:
         if self.main:
             check_target(self.out / "compact")
             RunFolder.check(self.out, resume)
-        self.parts = parts = Setup(config, self.device, data, cost, model, self.world)
+        with self.accelerator.local_main_process_first() if config.download else nullcontext():
+            self.parts = parts = Setup(config, self.device, data, cost, model, self.world)
+        self.given = [name for name, own in (("data", data), ("cost", cost), ("model", model)) if own is not None]
         self.config = parts.config  # with what was left open decided
         self.data, self.norm, self.dense_macs = parts.data, parts.norm, parts.dense_macs
         self.per_epoch, self.schedule, self.kinds = parts.per_epoch, parts.schedule, parts.kinds
@@ -155,6 +159,7 @@ class Run:
             "dense_macs": self.dense_macs,
             "dense_params": sum(p.numel() for p in self.dense.parameters()),
             "lr": parts.lr,
+            "dense_digest": digest_tensors(self.dense.state_dict()),
         }
         for name in INPUTS:
             if file := getattr(config, name):
@@ -285,9 +290,12 @@ class Run:
 
     def _stage_loop(self, end: int) -> None:
         epoch, position = divmod(self.step, self.per_epoch)
-        watch, self.signals.patient = Stopwatch(), True
+        watch, self.end, self.signals.patient = Stopwatch(), end, True
         if self.pending is not None:
-            self._log()
+            try:
+                self._log()
+            except Interrupted:
+                self._leave()
         while self.step < end:
             spent, done = 0.0, self.per_epoch - position
             offset = 0 if self.stage == "dense" else self.parts.dense_epochs
@@ -310,12 +318,10 @@ class Run:
                         self.freeze()
                     if ends:
                         self.pending = self._epoch(stage, terms, spent, done)
-                        try:
-                            self._log()
-                        except Interrupted:
-                            stopping = True
-                    if due or stopping:
+                    if due or stopping:  # before the evaluation, which may be long
                         self.save_checkpoint()
+                    if ends and not stopping:
+                        stopping = self._evaluated(due)
                     watch.lap()  # what is not training does not count
                 if stopping:
                     self._leave()
@@ -323,6 +329,18 @@ class Run:
                     break
             epoch, position = epoch + 1, 0
         self.signals.patient = False
+        if self.world == 1 and self.signals.number is not None:  # it came after the last step
+            self._leave()
+
+    def _evaluated(self, saved: bool) -> bool:
+        """Evaluate the epoch that ends; whether a signal came meanwhile."""
+        try:
+            self._log()
+        except Interrupted:
+            if not saved:
+                self.save_checkpoint()
+            return True
+        return False
 
     def _stopping(self) -> bool:
         """Whether a signal came. Processes must agree on the step, so several ask each other at every tenth."""
@@ -330,13 +348,20 @@ class Run:
             return self.signals.number is not None
         if self.step % 10:
             return False
-        return bool(self._mean(torch.tensor(float(self.signals.number is not None), device=self.device)) > 0)
+        own = torch.tensor([self.signals.number or 0], device=self.device)
+        self.signals.number = int(self.accelerator.gather(own).max()) or None
+        return self.signals.number is not None
 
     def _leave(self) -> None:
         """End the run after a signal; it is saved."""
         if self.main:
-            self.progress.say(f"saved at step {self._global_step()}; go on with `hiap prune --resume --out {self.out}`")
+            self.progress.say(f"saved at step {self._global_step()}; go on with {self._command()}")
         self.signals.leave()
+
+    def _command(self) -> str:
+        """How the run is taken up again."""
+        own = "".join(f", {name}=..." for name in self.given)
+        return f"hiap.prune(..., resume=True{own})" if own else f"`hiap prune --resume --out {self.out}`"
 
     def train_step(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         """One optimiser step. Returns the named terms of the loss."""
@@ -469,9 +494,11 @@ class Run:
             for gate in gates(model):
                 gate.train()
         try:
-            return evaluate(model, self.data, self.config.batch_size, self.accelerator.autocast, stop)["top1"]
+            scores = evaluate(model, self.data, self.config.batch_size, self.accelerator.autocast, stop)
         finally:
             model.train()
+        self.scored = int(scores["images"])
+        return scores["top1"]
 
     def _gate_record(self) -> dict[str, Any]:
         """How decided the gates are, and what they expect to cost against what they cost."""
@@ -512,9 +539,9 @@ class Run:
         """
         assert self.pending is not None
         line = dict(self.pending)
-        if line["epoch"] % self.config.eval_every == 0 or self.step >= self.stop:
+        if "top1" not in line and (line["epoch"] % self.config.eval_every == 0 or self.step >= self.end):
             line["top1"] = self._accuracy(stop=lambda: self.world == 1 and self.signals.number is not None)
-            self._keep(line)
+        self._keep(line)
         if is_gated(self.raw) and self.topology is None:
             line |= self._gate_record() | {"temperature": self.schedule.temperature(self.step)}
         else:
@@ -531,7 +558,7 @@ class Run:
 
     def _keep(self, line: dict[str, Any]) -> None:
         """Remember the weights of the best epoch since the topology is final, if the best is to be the result."""
-        if self.config.keep == "last" or self.topology is None:
+        if self.config.keep == "last" or self.topology is None or "top1" not in line:
             return
         if line["top1"] > self.record.get("best", {"top1": -1.0})["top1"]:
             self.record["best"] = {"epoch": line["epoch"], "top1": line["top1"]}
@@ -563,7 +590,7 @@ class Run:
         """The accuracy of the dense model, with a warning where it seems to know nothing."""
         self.raw, self.average = self.dense, None
         top1 = self.record["dense_top1"] = self._accuracy()
-        images, chance = max(1, self.data.val_size), 100 / self.data.classes
+        images, chance = self.scored, 100 / self.data.classes
         if self.main:
             self.progress.say(f"dense    top-1 {top1:.2f} % on {images} validation images")
         spread = (chance * (100 - chance) / images) ** 0.5
@@ -593,7 +620,9 @@ class Run:
             "seconds": self.seconds,
             "record": self.record,
             "pending": self.pending,
+            "course": self._course(),
             "scalars": scalars,
+            "given": self.given,
             "groups": group_counters(self.optimizer),
             "observations": self.controller.observations if self.controller else 0,
             "scaler": self.accelerator.scaler.state_dict() if self.accelerator.scaler else None,
@@ -621,7 +650,9 @@ class Run:
         tensors, state = saved
         try:
             self._take_up(tensors, state)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except RunError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
             raise RunError(
                 f"checkpoint {checkpoints(self.out)[-1]} is damaged ({type(error).__name__}: {error}); remove it to "
                 "start again"
@@ -630,11 +661,31 @@ class Run:
             self.folder.rewind(self._global_step() + (0 if self.pending else 1))
             self.progress.say(f"resumed at step {self._global_step()}, in the {self.stage} stage")
 
-    def _take_up(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+    def _course(self) -> dict[str, Any]:
+        """What the steps of a run depend on besides its configuration: it must be the same when it goes on."""
+        parts, names = self.parts, ("dense_epochs", "per_epoch", "lr", "dense_lr")
+        data = {"training images": self.data.train_size, "classes": self.data.classes}
+        return {**data, "batch_size": self.config.batch_size, **{name: getattr(parts, name) for name in names}}
+
+    def _check_inputs(self, state: dict[str, Any]) -> None:
+        """Refuse to go on with other data, another model or other files than the run began with."""
+        began = f"since the run in {self.out} began"
+        if state["given"] != self.given:
+            names = ", ".join(state["given"]) or "none of data, cost and model"
+            raise RunError(f"{self.out} holds a run that was given {names} in Python: pass the same, resume=True")
+        if changed := [name for name, value in self._course().items() if state["course"][name] != value]:
+            found = "; ".join(f"{name} {self._course()[name]} (was {state['course'][name]})" for name in changed)
+            raise RunError(f"the data has changed {began}: {found}; put it back, or begin again with another --out")
         for name in INPUTS:
             if state["record"].get(f"{name}_digest") != self.record.get(f"{name}_digest"):
                 file = getattr(self.config, name)
-                raise RunError(f"{file} has changed since the run in {self.out} began; put the old {WORDS[name]} back")
+                raise RunError(f"{file} has changed {began}; put the old one back")
+        if state["record"]["dense_digest"] != self.record["dense_digest"]:
+            what = self.config.weights if "model" not in self.given and self.config.weights else "the dense model"
+            raise RunError(f"{what} has changed {began}; put the old weights back")
+
+    def _take_up(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        self._check_inputs(state)
         if state["processes"] != self.world:
             warnings.warn(
                 f"the run began with {state['processes']} processes and goes on with {self.world}: that is sound, but "
@@ -643,6 +694,8 @@ class Run:
             )
         self.stage, self.step, self.seconds, self.record = (state[k] for k in ("stage", "step", "seconds", "record"))
         self.pending = state["pending"]
+        if self.pending is not None and (line := logged(self.out, self.pending["step"])) is not None:
+            self.pending = line  # it was evaluated before the run ended
         if self.stage != "dense" and self.parts.dense_epochs:
             self.dense.load_state_dict(load_dense(self.out))
         stage = self.stage
@@ -702,7 +755,7 @@ class Run:
             except (CheckpointError, OSError) as error:
                 raise RunError(
                     f"the compact model cannot be saved: {error}. The trained network is whole in "
-                    f"{checkpoints(self.out)[-1]}: mend this, then `hiap prune --resume --out {self.out}`"
+                    f"{checkpoints(self.out)[-1]}: mend this, then {self._command()}"
                 ) from error
         if isinstance(self.cost, LatencyCost):
             self.record |= self._timed(model, self.cost)
@@ -734,14 +787,19 @@ class Run:
         try:
             yield
         except (MemoryError, RuntimeError) as error:
-            full = isinstance(error, MemoryError) or "memory" in str(error).lower()
-            if isinstance(error, RunError) or not full:
+            first, saved = next(iter(str(error).splitlines()), "MemoryError"), checkpoints(self.out)
+            last = f"the last checkpoint is {saved[-1] if saved else 'none'}"
+            if "shared memory" in str(error):
+                raise RunError(
+                    f"loader workers ran out of shared memory: pass --workers 0, or enlarge /dev/shm; {last} ({first})"
+                ) from error
+            full = isinstance(error, MemoryError | torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error)
+            if not full:
                 raise
-            saved = checkpoints(self.out)
             raise RunError(
                 f"out of memory at step {self.step} of the {self.stage} stage, with batches of {self.config.batch_size}"
-                f" (the last checkpoint is {saved[-1] if saved else 'none'}). Begin again with --accumulate "
-                f"{2 * self.config.accumulate}, which computes each batch in parts, or with a smaller --batch-size"
+                f": begin again with --accumulate {2 * self.config.accumulate}, which computes each batch in parts, or "
+                f"with a smaller --batch-size; {last} ({first})"
             ) from error
 
 

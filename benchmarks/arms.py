@@ -219,7 +219,7 @@ def magnitude_uniform(run: Peer) -> nn.Module:
 
 
 def cost_of(run: Peer, topology: hiap.Topology) -> int:
-    widths = [b.widths(w, run.config.round_to) for b, w in zip(topology.blocks, topology.dense, strict=True)]
+    widths = topology.widths(run.config.round_to)
     return hiap.cost.macs_of_widths(run.dense, widths)
 
 

@@ -115,7 +115,7 @@ def test_the_papers_topologies_come_along() -> None:
         heads, neurons = PAPER_TOPOLOGIES[macs]
         assert topology == hiap.Topology.from_counts(dense, heads=heads, neurons=neurons)
         for round_to, expected in ((1, macs), (8, padded)):
-            widths = [b.widths(w, round_to) for b, w in zip(topology.blocks, topology.dense, strict=True)]
+            widths = topology.widths(round_to)
             assert giga(hiap.cost.macs_of_widths(dense, widths)) == expected
     with pytest.raises(ValueError, match=r"come along: deit_base_10\.1g, deit_base_7\.4g"):
         find_topology("deit_huge")

@@ -76,7 +76,7 @@ def test_the_cost_of_counts_is_that_of_widths_and_differentiable() -> None:
     kept = {"heads": [1, 4, 3, 2], "value_dims": [2, 8, 6, 4], "qk_dims": [8, 4, 8, 2], "neurons": [8, 128, 77, 64]}
     topology = hiap.Topology.from_counts(make(**MODEL), **kept)
     counts = hiap.hard_counts(topology)
-    widths = [block.widths(dense) for block, dense in zip(topology.blocks, topology.dense, strict=True)]
+    widths = topology.widths()
     assert cost.total(counts).item() == pytest.approx(cost.of_widths(model, widths))
     assert (cost.macro(counts) + cost.micro(counts)).item() == pytest.approx(cost.of_widths(model, widths) - 0.5)
 

@@ -144,3 +144,44 @@ def test_evaluation_needs_no_training_extra(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.delitem(sys.modules, "hiap.train", raising=False)
     assert main(["evaluate", str(tmp_path / "compact"), "--data", "digits"]) == 0
     assert main(["prune", "--out", str(tmp_path / "run")]) == 1
+
+
+def test_bugs_keep_their_traceback_and_errors_of_users_do_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(config: object) -> None:
+        raise ValueError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hiap.plan.plan", broken)
+        with pytest.raises(ValueError, match="a bug"):
+            main(["plan", "--config", "digits"])
+    assert main(["plan", "--config", "digits", "--batch-size", "9999"]) == 1
+    assert capsys.readouterr().err.startswith("hiap: batch_size 9999")
+
+
+def test_every_error_is_ours_and_what_it_was() -> None:
+    import hiap.errors as errors
+
+    kinds = [getattr(errors, name) for name in errors.__all__ if name != "HiapError"]
+    assert len(kinds) == 9
+    assert all(issubclass(kind, hiap.HiapError) and issubclass(kind, ValueError | RuntimeError) for kind in kinds)
+    assert errors.ConfigError is hiap.ConfigError and errors.RunError is hiap.RunError
+
+
+def test_importing_hiap_needs_no_torch_and_tells_timm_when_it_comes() -> None:
+    code = """
+import sys, importlib.util
+import hiap
+assert "torch" not in sys.modules
+importlib.util.find_spec("timm")  # others may look for it first
+import timm
+assert timm.is_model("hiap_vit") and "hiap.checkpoint" not in sys.modules
+for name in hiap.__all__:
+    getattr(hiap, name)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", "import timm, hiap; assert timm.is_model('hiap_vit')"], check=True)
+    for arguments in (["--version"], ["--help"], ["prune", "--help"]):
+        code = f"import sys; from hiap.cli import main\ntry: main({arguments})\nexcept SystemExit: pass\n"
+        subprocess.run([sys.executable, "-c", code + "assert 'torch' not in sys.modules"], check=True)

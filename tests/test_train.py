@@ -145,7 +145,7 @@ def test_shrinking_in_flight_changes_nothing() -> None:
     hiap.set_topology(model, topology)
     small = hiap.extract(model, topology, round_to=1)
     after = torch.optim.AdamW(hiap.parameter_groups(small)[:-1], lr=1e-3)
-    widths = [block.widths(dense) for block, dense in zip(topology.blocks, topology.dense, strict=True)]
+    widths = topology.widths()
     carry_optimizer(optimizer, model, after, small, slices(topology, widths))
     hiap.set_gates(model, temperature=1e-3, noise_scale=0.0)
     for _ in range(2):

@@ -23,16 +23,26 @@ if TYPE_CHECKING:
     from hiap.config import Config, read_config
     from hiap.cost import Counts, MacCost, ParamCost, expected_counts, hard_counts, macs
     from hiap.data import Data, LoaderData
-    from hiap.errors import CheckpointError, ExtractionError, TopologyError, UnsupportedModelError
+    from hiap.errors import (
+        BudgetError,
+        CheckpointError,
+        ConfigError,
+        ExtractionError,
+        HiapError,
+        InputError,
+        LatencyError,
+        RunError,
+        TopologyError,
+        UnsupportedModelError,
+    )
     from hiap.extraction import Provenance, extract
     from hiap.gate import Gate
     from hiap.gating import attach, detach, gates, parameter_groups, set_gates, weight_groups
     from hiap.granularities import GRANULARITIES
     from hiap.inference import compiled, optimize
-    from hiap.latency import LatencyCost, LatencyError, LatencyTable
+    from hiap.latency import LatencyCost, LatencyTable
     from hiap.measuring import measure
     from hiap.schedule import Schedule
-    from hiap.target import BudgetError
     from hiap.topology import BlockTopology, Topology, harden, set_topology
     from hiap.train import prune
 
@@ -44,12 +54,15 @@ __all__ = [
     "BudgetError",
     "CheckpointError",
     "Config",
+    "ConfigError",
     "Controller",
     "Counts",
     "Data",
     "ExtractionError",
     "Floors",
     "Gate",
+    "HiapError",
+    "InputError",
     "LatencyCost",
     "LatencyError",
     "LatencyTable",
@@ -57,6 +70,7 @@ __all__ = [
     "MacCost",
     "ParamCost",
     "Provenance",
+    "RunError",
     "Schedule",
     "Topology",
     "TopologyError",
@@ -90,16 +104,16 @@ _MODULES = {  # and the names each of them gives to the package
     "config": "Config read_config",
     "cost": "Counts MacCost ParamCost expected_counts hard_counts macs",
     "data": "Data LoaderData",
-    "errors": "CheckpointError ExtractionError TopologyError UnsupportedModelError",
+    "errors": "BudgetError CheckpointError ConfigError ExtractionError HiapError InputError LatencyError RunError "
+    "TopologyError UnsupportedModelError",
     "extraction": "Provenance extract",
     "gate": "Gate",
     "gating": "attach detach gates parameter_groups set_gates weight_groups",
     "granularities": "GRANULARITIES",
     "inference": "compiled optimize",
-    "latency": "LatencyCost LatencyError LatencyTable",
+    "latency": "LatencyCost LatencyTable",
     "measuring": "measure",
     "schedule": "Schedule",
-    "target": "BudgetError",
     "topology": "BlockTopology Topology harden set_topology",
     "train": "prune",
 }

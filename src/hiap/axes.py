@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from hiap.errors import InputError
 from hiap.families import timm as family
 from hiap.families.timm import Site
 from hiap.gating import check_finite, is_gated
@@ -49,7 +50,7 @@ def align_heads(
         UnsupportedModelError: the model is of another family.
     """
     if is_gated(model):
-        raise ValueError("heads are turned before gates are attached: take the gates out with hiap.detach first")
+        raise InputError("heads are turned before gates are attached: take the gates out with hiap.detach first")
     check_finite(model)
     found = [_Moments(site) for site in family.sites(model) if site.widths.heads]
     hooks = [hook for one in found for hook in one.hooks()]
@@ -64,7 +65,7 @@ def align_heads(
         for hook in hooks:
             hook.remove()
     if not seen:
-        raise ValueError("no images came, so there is nothing to tell the axes of heads by")
+        raise InputError("no images came, so there is nothing to tell the axes of heads by")
     for one in found:
         one.reduce(reduce)
     for one in found:
@@ -111,7 +112,7 @@ class _Moments:
             reduce(moment).cpu().double() for moment in (self.query, self.key, self.output)
         )
         if not all(bool(moment.isfinite().all()) for moment in (self.query, self.key, self.output)):
-            raise ValueError(
+            raise InputError(
                 f"the activations in {self.site.name}.attn are not finite, or too large to square in float32. "
                 "Are the images finite, and are these the weights you meant?"
             )

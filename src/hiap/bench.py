@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hiap.compact import Widths
 from hiap.cost import macs
+from hiap.errors import InputError
 from hiap.extraction import Provenance, shrink
 from hiap.families import timm as family
 from hiap.families.timm import ViT
@@ -70,7 +71,7 @@ def runner(model: nn.Module, x: Tensor, mode: str) -> Run:
         mode: "eager", "compile" (torch.compile), "graph" (a CUDA graph of the eager kernels) or "compile+graph".
     """
     if mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(MODES)}; found {mode!r}")
+        raise InputError(f"mode must be one of {', '.join(MODES)}; found {mode!r}")
     model = compiled(model) if "compile" in mode else model
     if "graph" not in mode:
         return lambda: model(x)
@@ -95,14 +96,14 @@ def bench(
     for given, known, what in ((precisions, PRECISIONS, "precision"), (modes, MODES, "mode")):
         wrong = [name for name in given if name not in known]
         if wrong:
-            raise ValueError(f"unknown {what} {wrong[0]!r}; known: {', '.join(known)}")
+            raise InputError(f"unknown {what} {wrong[0]!r}; known: {', '.join(known)}")
     if not batches or min(*batches, warmup + 1, repeat) < 1:
-        raise ValueError(f"batches and runs must be at least 1; found {list(batches)} and {repeat}")
+        raise InputError(f"batches and runs must be at least 1; found {list(batches)} and {repeat}")
     inputs = {key: (model.patch_embed.proj.in_channels, *family.image_size(model)) for key, model in networks.items()}
     if len(set(inputs.values())) > 1:
-        raise ValueError(f"networks of different inputs cannot be compared; found {inputs}")
+        raise InputError(f"networks of different inputs cannot be compared; found {inputs}")
     if device.type != "cuda" and any("graph" in mode for mode in modes):
-        raise ValueError(f"CUDA graphs need a CUDA device; found {device}")
+        raise InputError(f"CUDA graphs need a CUDA device; found {device}")
     rows = []
     costs = {name: macs(model) for name, model in networks.items()}
     for name in precisions:
@@ -204,7 +205,7 @@ def dense_like(model: ViT) -> ViT:
     """The dense network a compact one came from, in timm's own modules, with random weights (speed ignores them)."""
     provenance = getattr(model, "hiap", None)
     if not isinstance(provenance, Provenance):
-        raise ValueError("the model is not a compact one, so there is no dense model to set it against")
+        raise InputError("the model is not a compact one, so there is no dense model to set it against")
     recipe, dense = family.describe(model, provenance.recipe), provenance.dense
     plain = Widths(dense[0].heads, dense[0].qk_dim, dense[0].qk_dim, dense[0].neurons)
     whole = plain.heads and plain.neurons and all(one == plain for one in dense)
@@ -221,5 +222,5 @@ def find_topology(name: str) -> Topology:
     if name in shipped:
         return Topology.loads(shipped[name].read_text(encoding="utf-8"), name)
     if not Path(name).is_file():
-        raise ValueError(f"no topology and no file {name!r}; topologies that come along: {', '.join(sorted(shipped))}")
+        raise InputError(f"no topology and no file {name!r}; topologies that come along: {', '.join(sorted(shipped))}")
     return Topology.load(name)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hiap.allocate import Allocation, Floors, Values
 from hiap.compact import Widths
 from hiap.cost import Cost
+from hiap.errors import InputError
 from hiap.families import timm as family
 from hiap.gating import gates, gates_by_block, is_gated
 from hiap.target import BudgetError, Target
@@ -60,9 +61,9 @@ class Controller:
         window: int = 100,
     ) -> None:
         if not is_gated(model):
-            raise ValueError("the model has no gates; attach them with hiap.attach first")
+            raise InputError("the model has no gates; attach them with hiap.attach first")
         if mode not in ("importance", "gradient"):
-            raise ValueError(f"mode must be 'importance' or 'gradient'; found {mode!r}")
+            raise InputError(f"mode must be 'importance' or 'gradient'; found {mode!r}")
         if min(ratio) < 0 or max(ratio) == 0:
             raise BudgetError(f"macro:micro {ratio[0]:g}:{ratio[1]:g} must not be negative, and not both zero")
         self.sites = family.sites(model)
@@ -148,10 +149,7 @@ class Controller:
         def fits(shift: float) -> bool:
             for gate, logit, weight in moved:
                 gate.logit.copy_((logit - shift * weight).clamp(-LIMIT, LIMIT))
-            blocks = harden(self.model).blocks
-            self.widths = [
-                block.widths(site.widths, self.round_to) for block, site in zip(blocks, self.sites, strict=True)
-            ]
+            self.widths = harden(self.model).widths(self.round_to)
             return self.cost.of_widths(self.model, self.widths) <= allowed
 
         if not fits(0.0):
@@ -181,7 +179,7 @@ class Controller:
         known = self.importance if self.mode == "importance" else torch.cat([gate.logit for gate in self.all_gates])
         known = known.detach().cpu().double()
         if not known.isfinite().all():
-            raise ValueError("the values of some gates are not finite: the run that trained them has diverged")
+            raise InputError("the values of some gates are not finite: the run that trained them has diverged")
         parts = dict(zip(map(id, self.all_gates), self._split(known), strict=True))
         values = [
             {kind: parts[id(gate)].view(gate.shape) for kind, gate in kinds.items() if self.weight[kind]}

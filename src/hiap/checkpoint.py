@@ -28,7 +28,7 @@ from timm.models._features import FeatureGetterNet
 
 from hiap.compact import Widths
 from hiap.cost import macs, macs_of_widths
-from hiap.errors import CheckpointError
+from hiap.errors import CheckpointError, InputError
 from hiap.extraction import Provenance, probe, shrink
 from hiap.families import timm as family
 from hiap.families.timm import ViT
@@ -415,9 +415,9 @@ def load_for_timm(
     """
     folder = (pretrained_cfg or {}).get("file") if isinstance(pretrained_cfg, dict) else None
     if folder is None:
-        raise ValueError("hiap_vit describes a saved model: create it with timm.create_model('local-dir:FOLDER')")
+        raise InputError("hiap_vit describes a saved model: create it with timm.create_model('local-dir:FOLDER')")
     if unknown:
-        raise ValueError(
+        raise InputError(
             f"hiap_vit takes num_classes, img_size, features_only and out_indices; found {', '.join(sorted(unknown))}"
         )
     model = load(folder)

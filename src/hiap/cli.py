@@ -18,6 +18,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from hiap.atomic import write_text
+from hiap.errors import HiapError, InputError
+
 __all__ = ["main"]
 
 PRUNE_EXAMPLES = """examples:
@@ -70,11 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever reads the output, `head` say, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (ValueError, RuntimeError, OSError) as error:
-        if type(error).__module__.startswith("hiap.") or isinstance(error, OSError | ValueError):
-            print(f"hiap: {error}", file=sys.stderr)
-            return 1
-        raise
+    except (HiapError, OSError) as error:  # anything else is a bug, and has its traceback
+        print(f"hiap: {error}", file=sys.stderr)
+        return 1
 
 
 @contextmanager
@@ -230,7 +231,7 @@ def _object(text: str) -> Any:
     """A JSON object; what JSON does not have, NaN say, is refused."""
 
     def refuse(constant: str) -> Any:
-        raise ValueError(f"{constant} is not JSON")
+        raise InputError(f"{constant} is not JSON")
 
     try:
         found = json.loads(text, parse_constant=refuse)
@@ -287,7 +288,7 @@ def _prune(options: argparse.Namespace) -> int:
     try:
         from hiap.train import prune
     except ImportError as error:
-        raise ValueError(f"training needs {error.name}: pip install 'hiap[train]'") from error
+        raise InputError(f"training needs {error.name}: pip install 'hiap[train]'") from error
     out = Path(options.out or f"runs/{config.data if config.data == 'digits' else config.model}")
     result = prune(config, out, resume=options.resume)
     if result.main:
@@ -328,7 +329,7 @@ def _report(result: Any, config: Any) -> None:
         f"  {record['undecided']:.0%} undecided; MACs soft {record['expected_macs']:.1%}, hard "
         f"{record['hard_macs']:.1%}; top-1 soft {record['soft_top1']:.2f} %, hard {record['hard_top1']:.2f} %"
     )
-    (result.folder.parent / "report.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_text(result.folder.parent / "report.json", json.dumps(record, indent=1) + "\n")
     if best := record.get("best"):
         print(f"kept the best epoch on the validation images, {best['epoch']} of {config.epochs}")
     else:
@@ -376,23 +377,23 @@ def _evaluate(options: argparse.Namespace) -> int:
     names = [name for name, _, _ in help_of() if name in (*DENSE, *INPUT)]
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if (options.folder is None) == (options.model is None):
-        raise ValueError("give either a folder, or --model NAME")
+        raise InputError("give either a folder, or --model NAME")
     if options.folder is not None and (wrong := [name for name in DENSE if name in given]):
-        raise ValueError(f"--{wrong[0].replace('_', '-')} goes with --model; a folder is scored as it is")
+        raise InputError(f"--{wrong[0].replace('_', '-')} goes with --model; a folder is scored as it is")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = read_config(None, {"lambda_macro": 0.0, **given})  # what it would be pruned to does not matter
     model = dense_model(config).to(device).eval() if options.model else hiap.load(_compact(options.folder), device)
     sites(model)  # refuses what is no ViT
     if model.num_classes == 0:
-        raise ValueError(f"{config.weights or config.model} holds no classifier, so there is nothing to score")
+        raise InputError(f"{config.weights or config.model} holds no classifier, so there is nothing to score")
     config.model_args = {"num_classes": model.num_classes}
     data = load_data(config, model, device)
     if data.classes != model.num_classes:
-        raise ValueError(f"the model has {model.num_classes} classes, the data {data.classes}")
+        raise InputError(f"the model has {model.num_classes} classes, the data {data.classes}")
     own, others = getattr(model, "class_names", None), data.class_names
     if own and others and own != others:
         first = next((a, b) for a, b in zip(own, others, strict=True) if a != b)
-        raise ValueError(f"the model was trained on other classes: {first[0]!r} stands where the data has {first[1]!r}")
+        raise InputError(f"the model was trained on other classes: {first[0]!r} stands where the data has {first[1]!r}")
     scores = evaluate(model, data, options.batch_size or (256 if device.type == "cuda" else 64))
     print(f"top-1 {scores['top1']:.2f} %  top-5 {scores['top5']:.2f} %  {scores['images']} images")
     return 0
@@ -404,7 +405,7 @@ def _compact(folder: str) -> Path:
     if (path / "config.json").is_file():
         return path
     if (path / "config.yaml").is_file() and not (path / "compact").is_dir():
-        raise ValueError(f"{folder} holds a run that has not finished: there is no {path / 'compact'} yet")
+        raise InputError(f"{folder} holds a run that has not finished: there is no {path / 'compact'} yet")
     return path / "compact" if (path / "compact").is_dir() else path
 
 
@@ -436,9 +437,9 @@ def _device(name: str | None) -> Any:
     except RuntimeError:
         device = None
     if device is None or device.type not in ("cuda", "cpu"):
-        raise ValueError(f"--device must be cuda or cpu; found {name!r}")
+        raise InputError(f"--device must be cuda or cpu; found {name!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("there is no CUDA device here; pass --device cpu")
+        raise InputError("there is no CUDA device here; pass --device cpu")
     return device
 
 
@@ -447,9 +448,9 @@ def _writable(path: str | None) -> None:
     if path is None:
         return
     if not Path(path).absolute().parent.is_dir():
-        raise ValueError(f"{path} cannot be written: there is no folder {Path(path).absolute().parent}")
+        raise InputError(f"{path} cannot be written: there is no folder {Path(path).absolute().parent}")
     if Path(path).is_dir():
-        raise ValueError(f"{path} cannot be written: it is a folder")
+        raise InputError(f"{path} cannot be written: it is a folder")
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -471,7 +472,7 @@ def _bench(options: argparse.Namespace) -> int:
     print(f"{found['device']}, torch {found['torch']}")
     print(table(rows, next(iter(networks))))
     if options.json:
-        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+        write_text(options.json, json.dumps(found, indent=1) + "\n")
     return 0
 
 
@@ -481,11 +482,11 @@ def _networks(options: argparse.Namespace) -> dict[str, Any]:
     from hiap.bench import dense_like, find_topology
 
     if (options.folder is None) == (options.model is None) or (options.model is None) != (options.topology is None):
-        raise ValueError("give either a folder, or both --model and --topology")
+        raise InputError("give either a folder, or both --model and --topology")
     if options.model and options.against:
-        raise ValueError("--against goes with a folder; --model is timed against itself")
+        raise InputError("--against goes with a folder; --model is timed against itself")
     if options.folder and (options.img_size or options.round_to):
-        raise ValueError("--img-size and --round-to go with --model; a folder is timed as it is")
+        raise InputError("--img-size and --round-to go with --model; a folder is timed as it is")
     if options.model:
         dense = _random_model(options)
         topology = find_topology(options.topology)

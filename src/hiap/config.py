@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import yaml
 
+from hiap.errors import ConfigError
 from hiap.granularities import GRANULARITIES, PAPER
 from hiap.target import BudgetError, Target
 
@@ -36,10 +37,6 @@ NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 SHORT = reprlib.Repr()
 SHORT.maxdict = SHORT.maxlist = SHORT.maxtuple = 12
 SHORT.maxstring = SHORT.maxother = 200
-
-
-class ConfigError(ValueError):
-    """Everything that is wrong with a configuration, at once."""
 
 
 def _option(default: Any, help: str) -> Any:

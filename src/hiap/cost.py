@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hiap.compact import Widths, has_bias
+from hiap.errors import InputError
 from hiap.families import timm as family
 from hiap.families.timm import Site
 from hiap.gating import gates, gates_by_block, is_gated
@@ -225,7 +226,7 @@ class MacCost(LinearCost):
 
     def __init__(self, model: nn.Module, accounting: str = "exact", img_size: ImageSize = None) -> None:
         if accounting not in ("exact", "paper"):
-            raise ValueError(f"accounting must be 'exact' or 'paper'; found {accounting!r}")
+            raise InputError(f"accounting must be 'exact' or 'paper'; found {accounting!r}")
         self.accounting = accounting
         self.tokens = family.tokens(model, img_size)
         self.per_mac = 2 if accounting == "paper" else 1
@@ -235,7 +236,7 @@ class MacCost(LinearCost):
         n, d, w = self.tokens, site.dim, site.widths
         if self.accounting == "paper":
             if qk_gated:
-                raise ValueError("the paper's accounting has no q/k dims; use accounting='exact' with qk_dim gates")
+                raise InputError("the paper's accounting has no q/k dims; use accounting='exact' with qk_dim gates")
             c1 = 2 * n * d * (2 * w.qk_dim + w.value_dim) + 2 * n * n * w.qk_dim
             return c1, 2 * n * d + 2 * n * n, 0, 4 * n * d
         dim = 2 * n * d + n * n

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
 from hiap.config import Config
+from hiap.errors import InputError
 from hiap.files import HINT, Files, folder_parts, list_folder, read_table, split_off
 from hiap.held import ByteData, digits
 from hiap.images import (
@@ -240,14 +241,14 @@ def _hold(dataset: Any, loading: Loading) -> Batch:
         if not isinstance(sample, Lost):
             kept.append(sample)
         elif sample.fatal is not None:
-            raise ValueError(sample.fatal)
+            raise InputError(sample.fatal)
         else:
             lost.append(sample.name)
     if lost:
         told = f"{len(lost)} images cannot be read and are skipped: {named(lost)}"
         warnings.warn(f"{told}; --strict-data makes this an error", stacklevel=2)
     if not kept:
-        raise ValueError(f"none of {len(lost)} images can be read; is this an image data set?")
+        raise InputError(f"none of {len(lost)} images can be read; is this an image data set?")
     images, labels = zip(*kept, strict=True)
     return torch.stack(images), torch.tensor(labels)
 
@@ -264,7 +265,7 @@ def check_source(data: str, val_split: float | None = None) -> None:
         folder_parts(data, val_split)
     elif Path(data).suffix.lower() == ".csv":
         if not os.path.isfile(data):
-            raise ValueError(f"--data {data!r}: there is no such file")
+            raise InputError(f"--data {data!r}: there is no such file")
     else:
         _locate(data)
 
@@ -292,10 +293,10 @@ def open_data(
     """
     held = (loading.size, loading.normalisation, loading.augmentation, loading.device, loading.seed)
     if (input_key or target_key) and not data.startswith(("hfds/", "hfids/")):
-        raise ValueError(f"--input-key and --target-key are columns of hfds/... and hfids/...; found --data {data!r}")
+        raise InputError(f"--input-key and --target-key are columns of hfds/... and hfids/...; found --data {data!r}")
     if data == "digits":
         if val_split is not None:
-            raise ValueError("digits has a validation part of its own: leave --val-split out")
+            raise InputError("digits has a validation part of its own: leave --val-split out")
         train, val = digits()
         names = [str(i) for i in range(10)]
         if loading.channels == 3:
@@ -309,7 +310,7 @@ def open_data(
             read = list_folder if os.path.isdir(data) else read_table
             sets: Sequence[Any] = read(data, val_split)
         except OSError as error:
-            raise ValueError(f"--data {data!r} cannot be read: {error}") from error
+            raise InputError(f"--data {data!r} cannot be read: {error}") from error
         class_names: list[str] | None = sets[0].class_names
     else:
         sets, class_names = _open_named(data, val_split, keys, download)
@@ -324,13 +325,13 @@ def _open_stream(
 ) -> StreamData:
     name, root = _locate(data)
     if hold:
-        raise ValueError(f"{data} is a stream, which is not held in memory: use --data-device loader")
+        raise InputError(f"{data} is a stream, which is not held in memory: use --data-device loader")
     if val_split is not None:
-        raise ValueError(f"{data} is a stream, which --val-split cannot take apart: give it a split called validation")
+        raise InputError(f"{data} is a stream, which --val-split cannot take apart: give it a split called validation")
     first, second = (open_stream(name, root, split, *keys) for split in SPLITS)
     classes = len(first.class_names) if first.class_names else classes
     if classes is None:
-        raise ValueError(f"{data} does not say how many classes it has: pass --model-args '{{\"num_classes\": N}}'")
+        raise InputError(f"{data} does not say how many classes it has: pass --model-args '{{\"num_classes\": N}}'")
     return StreamData(first, second, classes, loading)
 
 
@@ -350,7 +351,7 @@ def _open_named(
                 _check_hub(name, root, split, keys)
             told = f"{root} does not hold it: pass --download" if "download=True" in str(error) else error
             hint = f"; {HINT}" if hub and split != "train" else ""
-            raise ValueError(f"--data {data!r} cannot be read: {told}{hint}") from error
+            raise InputError(f"--data {data!r} cannot be read: {told}{hint}") from error
 
     train = create("train")
     if hub:
@@ -366,16 +367,16 @@ def _open_named(
         other = _class_index(sets[1])
         if index != other:  # validation has labels of its own: it gets those of training
             if more := sorted(set(other) - set(index)):
-                raise ValueError(f"{data} has classes for validation that are not trained: {more}")
+                raise InputError(f"{data} has classes for validation that are not trained: {more}")
             if not hub:
                 missing = sorted(set(index) - set(other))
-                raise ValueError(
+                raise InputError(
                     f"{data} has no validation images of {missing}, and its labels differ without: add some"
                 )
             sets = [train, create("validation", class_map=index)]
     class_names = sorted(index, key=index.__getitem__) if index else None
     if class_names and len(class_names) < 2:
-        raise ValueError(f"{data} must have two classes or more; found {class_names}")
+        raise InputError(f"{data} must have two classes or more; found {class_names}")
     return sets, class_names
 
 
@@ -422,9 +423,9 @@ def _locate(data: str) -> tuple[str, str]:
     kind, slash, _ = name.partition("/")
     if not slash or kind not in KINDS:
         known = ", ".join(f"{kind}/..." for kind in KINDS)
-        raise ValueError(
+        raise InputError(
             f"--data {data!r} is no folder, no timm data set that can be read ({known}), no CSV file and not 'digits'"
         )
     if find_spec(KINDS[kind]) is None:
-        raise ValueError(f"--data {data!r} is read with {KINDS[kind]}, which is missing: pip install {KINDS[kind]}")
+        raise InputError(f"--data {data!r} is read with {KINDS[kind]}, which is missing: pip install {KINDS[kind]}")
     return name, root or "data"

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hiap.data import Data
+from hiap.errors import InputError
 
 __all__ = ["Interrupted", "evaluate"]
 
@@ -47,5 +48,5 @@ def evaluate(
         right += torch.stack([best[:, 0].sum(), best.sum()]).cpu()
         seen += len(y)
     if not seen:
-        raise ValueError("there is no image to validate on")
+        raise InputError("there is no image to validate on")
     return {"top1": 100 * right[0].item() / seen, "top5": 100 * right[1].item() / seen, "images": seen}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hiap.compact import Widths, shrink_block
-from hiap.errors import CheckpointError, ExtractionError
+from hiap.errors import CheckpointError, ExtractionError, InputError
 from hiap.families import timm as family
 from hiap.families.timm import Recipe, ViT
 from hiap.gating import attach, detach, is_gated
@@ -87,10 +87,10 @@ def extract(model: nn.Module, topology: Topology | None = None, round_to: int = 
         TopologyError: the topology does not fit the model.
     """
     if round_to < 1:
-        raise ValueError(f"round_to must be at least 1; found {round_to}")
+        raise InputError(f"round_to must be at least 1; found {round_to}")
     if topology is None:
         if not is_gated(model):
-            raise ValueError("the model has no gates: pass a topology, or attach gates with hiap.attach first")
+            raise InputError("the model has no gates: pass a topology, or attach gates with hiap.attach first")
         topology = harden(model)
         reference: ViT = model
     else:
@@ -102,7 +102,7 @@ def extract(model: nn.Module, topology: Topology | None = None, round_to: int = 
         origin, recipe = before.dense, before.recipe
     else:
         origin, recipe = topology.dense, _recipe(source)
-    widths = [block.widths(old, round_to) for block, old in zip(topology.blocks, topology.dense, strict=True)]
+    widths = topology.widths(round_to)
     compact = rebuild(source, topology, widths)
     for module in compact.modules():
         for hooks in [value for name, value in vars(module).items() if name.endswith("_hooks")]:

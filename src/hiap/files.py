@@ -13,6 +13,7 @@ import torch
 from timm.data.readers.img_extensions import get_img_extensions
 from timm.utils.misc import natural_key
 
+from hiap.errors import InputError
 from hiap.images import mix_seed, named
 
 __all__ = ["Files", "Listing", "folder_parts", "list_folder", "read_table", "split_off"]
@@ -56,7 +57,7 @@ def folder_parts(data: str, share: float | None) -> tuple[bool, list[str]]:
     whole = "train" not in found
     if (share is None and (whole or not parts)) or (whole and (parts or not found)):
         hint = f"; {HINT}" if share is None else ""
-        raise ValueError(
+        raise InputError(
             f"{data} must hold the folders train and val, each with one folder for every class; found {found}{hint}"
         )
     return whole, parts
@@ -106,25 +107,25 @@ def read_table(data: str, share: float | None) -> tuple[Files, Files]:
                 continue
             width = width or len(cells)
             if len(cells) != width or width not in (2, 3) or not all(cells):
-                raise ValueError(
+                raise InputError(
                     f"line {rows.line_num} of {data} must be path,label or path,label,split; found {cells}"
                 )
             part = cells[2].lower() if width == 3 else "train"
             if part not in ("train", *VALIDATION):
-                raise ValueError(f"line {rows.line_num} of {data}: the split must be train or val; found {cells[2]!r}")
+                raise InputError(f"line {rows.line_num} of {data}: the split must be train or val; found {cells[2]!r}")
             parts[part].append((os.path.join(root, cells[0]), cells[1]))
     train, other = parts["train"], parts["val"] + parts["validation"] + parts["valid"] or parts["test"]
     if not train:
-        raise ValueError(f"{data} must list training images, one a line as path,label; found none")
+        raise InputError(f"{data} must list training images, one a line as path,label; found none")
     missing = [path for path, _ in (*train, *other) if not os.path.isfile(path)]
     if missing:
         told = named([os.path.relpath(path, root) for path in missing])
-        raise ValueError(f"{len(missing)} files of {data} are missing: {told}; paths are relative to {root}")
+        raise InputError(f"{len(missing)} files of {data} are missing: {told}; paths are relative to {root}")
     class_names = _class_names(train, data)
     if share is not None:
         return _parted(train, class_names, root, share)
     if not other:
-        raise ValueError(f"{data} has no validation images, lines with val as a third column; {HINT}")
+        raise InputError(f"{data} has no validation images, lines with val as a third column; {HINT}")
     return Files(train, class_names, root), Files(_trained(other, class_names, data), class_names, root)
 
 
@@ -133,7 +134,7 @@ def _cells(rows: Iterable[list[str]], data: str) -> Iterator[list[str]]:
         for row in rows:
             yield [cell.strip() for cell in row]
     except (csv.Error, UnicodeDecodeError) as error:
-        raise ValueError(f"{data} is no CSV file in UTF-8: {error}") from error
+        raise InputError(f"{data} is no CSV file in UTF-8: {error}") from error
 
 
 def _parted(train: Listing, class_names: list[str], root: str, share: float) -> tuple[Files, Files]:
@@ -162,7 +163,7 @@ def split_off(labels: Sequence[int | str], share: float) -> tuple[list[int], lis
         count = min(max(1, round(share * len(own))), len(own) - 1)
         taken.update(own[i] for i in mixed[:count])
     if not taken:
-        raise ValueError("no class has two images, so that none can be taken for validation")
+        raise InputError("no class has two images, so that none can be taken for validation")
     return [i for i in range(len(labels)) if i not in taken], sorted(taken)
 
 
@@ -200,7 +201,7 @@ def _walk(folder: str, root: str) -> Listing:
         if not folders and len(found) == before:
             empty.append(os.path.relpath(place, root))
     if not found:
-        raise ValueError(
+        raise InputError(
             f"--data {root!r} cannot be read: Found 0 images in the class folders of {folder}; the kinds are "
             f"{', '.join(types)}"
         )
@@ -215,7 +216,7 @@ def _walk(folder: str, root: str) -> Listing:
 def _class_names(train: Iterable[tuple[str, str]], data: str) -> list[str]:
     names = sorted(sorted({name for _, name in train}), key=natural_key)  # 01 and 1, a and A have one key
     if len(names) < 2:
-        raise ValueError(
+        raise InputError(
             f"{data} must have two classes or more; found {names}"
             if Path(data).is_file()
             else f"{data} must hold a folder a class in train and val, images right in it; found {names}"
@@ -225,5 +226,5 @@ def _class_names(train: Iterable[tuple[str, str]], data: str) -> list[str]:
 
 def _trained(val: Listing, class_names: list[str], data: str) -> Listing:
     if more := sorted({name for _, name in val} - set(class_names)):
-        raise ValueError(f"{data} has classes for validation that are not trained: {more}")
+        raise InputError(f"{data} has classes for validation that are not trained: {more}")
     return val

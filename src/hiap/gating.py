@@ -14,7 +14,7 @@ from timm.optim import param_groups_weight_decay
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from hiap.errors import UnsupportedModelError
+from hiap.errors import InputError, UnsupportedModelError
 from hiap.families import timm as family
 from hiap.families.timm import Site, ViT
 from hiap.gate import START_LOGIT, Gate, GatedLinear, NoiseSource
@@ -61,11 +61,11 @@ def attach(
     """
     blocks = family.sites(model)
     if not math.isfinite(logit):
-        raise ValueError(f"logit must be finite; found {logit}")
+        raise InputError(f"logit must be finite; found {logit}")
     chosen = _check_granularities(granularities)
     kept = _check_blocks(keep_blocks, len(blocks))
     if is_gated(model):
-        raise ValueError("the model already has gates; take them out with hiap.detach first")
+        raise InputError("the model already has gates; take them out with hiap.detach first")
     for i, site in enumerate(blocks):
         if "qk_dim" in chosen and site.qk_norm and i not in kept:
             raise UnsupportedModelError(
@@ -77,7 +77,7 @@ def attach(
             _gate_block(site, chosen, logit)
     found = list(gates(model))
     if not found:
-        raise ValueError("nothing to gate: every block is protected by keep_blocks or has no such units")
+        raise InputError("nothing to gate: every block is protected by keep_blocks or has no such units")
     family.stem(model).register_forward_pre_hook(NoiseSource(found, seed))
     model.register_load_state_dict_post_hook(_forgive_dense_checkpoint)  # type: ignore[no-untyped-call]
     return model
@@ -88,7 +88,7 @@ def check_finite(model: nn.Module) -> None:
     for name, tensor in model.state_dict().items():
         wrong = 0 if tensor.is_meta else tensor.numel() - int(tensor.isfinite().sum())
         if wrong:
-            raise ValueError(
+            raise InputError(
                 f"{name} has {wrong} value{'s' * (wrong > 1)} that {'are' if wrong > 1 else 'is'} not finite. "
                 "The checkpoint is damaged, or the run that trained it has diverged"
             )
@@ -98,7 +98,7 @@ def _check_granularities(names: Iterable[str]) -> set[str]:
     chosen = {names} if isinstance(names, str) else set(names)
     unknown = sorted(chosen - set(GRANULARITIES))
     if unknown or not chosen:
-        raise ValueError(f"granularities must be some of {', '.join(GRANULARITIES)}; found {unknown or 'none'}")
+        raise InputError(f"granularities must be some of {', '.join(GRANULARITIES)}; found {unknown or 'none'}")
     return chosen
 
 
@@ -106,7 +106,7 @@ def _check_blocks(indices: Iterable[int] | int, depth: int) -> set[int]:
     indices = [indices] if isinstance(indices, int) else list(indices)
     wrong = [i for i in indices if not -depth <= i < depth]
     if wrong:
-        raise ValueError(f"keep_blocks {wrong}: the model has blocks 0 to {depth - 1}")
+        raise InputError(f"keep_blocks {wrong}: the model has blocks 0 to {depth - 1}")
     return {i % depth for i in indices}
 
 
@@ -197,9 +197,9 @@ def set_gates(
         draws: the number of draws taken so far; with `seed` it fixes the next one, so a run can be resumed.
     """
     if temperature is not None and not temperature > 0:
-        raise ValueError(f"temperature must be positive; found {temperature}")
+        raise InputError(f"temperature must be positive; found {temperature}")
     if noise_scale is not None and not noise_scale >= 0:
-        raise ValueError(f"noise_scale must not be negative; found {noise_scale}")
+        raise InputError(f"noise_scale must not be negative; found {noise_scale}")
     source = noise_source(model)
     source.seed = source.seed if seed is None else seed
     source.draws = source.draws if draws is None else draws
@@ -214,7 +214,7 @@ def noise_source(model: nn.Module) -> NoiseSource:
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, NoiseSource):
                 return hook
-    raise ValueError("the model has no gates; attach them with hiap.attach first")
+    raise InputError("the model has no gates; attach them with hiap.attach first")
 
 
 def parameter_groups(model: ViT, weight_decay: float = 0.05, gate_lr: float | None = None) -> list[dict[str, Any]]:

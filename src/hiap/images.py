@@ -18,6 +18,8 @@ from PIL import Image, ImageOps
 from timm.data import create_transform
 from torch import Tensor
 
+from hiap.errors import InputError
+
 __all__ = [
     *("MODES", "Augmentation", "Batch", "Loaded", "Loading", "Lost", "Sample", "collate", "converted", "deliver"),
     *("mix_seed", "named", "order", "outlive_signals", "transform"),
@@ -197,9 +199,9 @@ def deliver(loaded: Iterable[Loaded], device: torch.device, filled: bool = True)
     any_read = False
     for images, labels, lost, fatal in loaded:
         if fatal is not None:
-            raise ValueError(fatal)
+            raise InputError(fatal)
         if filled and not len(labels):
-            raise ValueError(
+            raise InputError(
                 f"no image of a batch, or of this process's part of it, can be read ({named(lost)}); is this an image "
                 "data set?"
             )
@@ -216,7 +218,7 @@ def deliver(loaded: Iterable[Loaded], device: torch.device, filled: bool = True)
         any_read = True
         yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
     if skipped and not any_read:
-        raise ValueError(f"no image can be read ({named(skipped)}); is this an image data set?")
+        raise InputError(f"no image can be read ({named(skipped)}); is this an image data set?")
     if skipped:
         warnings.warn(f"{len(skipped)} images were skipped in this pass: {named(skipped)}", stacklevel=2)
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hiap.compact import Attention, Block, Widths, shrink_block
-from hiap.errors import ExtractionError
+from hiap.errors import ExtractionError, InputError
 from hiap.extraction import TOLERANCE, check_dtype, difference, probe_images, rebuild
 from hiap.families import timm as family
 from hiap.families.timm import Site, ViT
@@ -53,7 +53,7 @@ class Stem(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         B, C, H, W = x.shape
         if self.size != (H, W):
-            raise ValueError(f"the model is optimised for images of {self.size[0]}x{self.size[1]}; found {H}x{W}")
+            raise InputError(f"the model is optimised for images of {self.size[0]}x{self.size[1]}; found {H}x{W}")
         P, Q = self.patch
         h, w = H // P, W // Q
         rows = x.new_zeros(B, self.prefix + h * w, C * P * Q)
@@ -141,7 +141,7 @@ def optimize(
     """
     family.sites(model)
     if is_gated(model):
-        raise ValueError("the model has gates: extract it first")
+        raise InputError("the model has gates: extract it first")
     dtype = dtype or next(model.parameters()).dtype
     source: ViT = copy.deepcopy(model).eval()
     if next(source.parameters()).dtype.itemsize < 4:

@@ -12,14 +12,15 @@ import os
 import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hiap.atomic import write_text
 from hiap.compact import Widths
 from hiap.cost import Cost, Counts
+from hiap.errors import LatencyError
 from hiap.families import timm as family
 from hiap.families.timm import Site
 from hiap.timing import PRECISIONS
@@ -39,10 +40,6 @@ WIDEST = 10**9  # of them, and of a batch
 MOST = 1e12  # ms or mJ
 SHOWN = 10  # wrong fields in a message
 AXES = ("heads", "qk_dim", "value_dim", "neurons")
-
-
-class LatencyError(ValueError):
-    """A table that cannot be read or does not fit."""
 
 
 @dataclass(frozen=True)
@@ -118,9 +115,7 @@ class LatencyTable:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON; the file appears whole or not at all."""
-        partial = Path(f"{os.fspath(path)}.partial")
-        partial.write_text(json.dumps({"format": FORMAT, **asdict(self)}) + "\n")
-        partial.replace(path)
+        write_text(path, json.dumps({"format": FORMAT, **asdict(self)}) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> LatencyTable:

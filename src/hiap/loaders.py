@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
+from hiap.errors import InputError
 from hiap.images import Batch, mix_seed
 
 __all__ = ["LoaderData"]
@@ -54,7 +55,7 @@ class LoaderData:
         known = len(self.class_names) if self.class_names else classes or found
         if known is None or classes not in (None, known):
             told = f"found {known} names for {classes}" if known else "the data set does not say it"
-            raise ValueError(f"the number of classes is not known ({told}): pass LoaderData(train, val, classes=N)")
+            raise InputError(f"the number of classes is not known ({told}): pass LoaderData(train, val, classes=N)")
         self.classes: int = known
         self._batch, self._device, self._seed = _batch_size(train), torch.device("cpu"), 0
 
@@ -65,16 +66,16 @@ class LoaderData:
             ValueError: the loader has batches of another size; there is more than one process.
         """
         if world > 1:
-            raise ValueError(
+            raise InputError(
                 f"loaders of one's own are for one process, found {world}: pass an object like hiap.Data, which knows "
                 "which images are whose"
             )
         own = _batch_size(self._train)
         batch = batch or own or 0
         if not batch:
-            raise ValueError("the training loader does not say its batch_size: pass it in the configuration")
+            raise InputError("the training loader does not say its batch_size: pass it in the configuration")
         if own not in (None, batch):
-            raise ValueError(f"the training loader has batches of {own}, the configuration of {batch}: make them alike")
+            raise InputError(f"the training loader has batches of {own}, the configuration of {batch}: make them alike")
         other = copy.copy(self)
         other._batch, other._device, other._seed = batch, device, seed
         return other
@@ -110,21 +111,21 @@ class LoaderData:
         position = start
         for images, labels in islice(bound._pass(self._train, epoch), start, bound.steps):
             if len(labels) != batch:
-                raise ValueError(
+                raise InputError(
                     f"batch {position} of the training loader has {len(labels)} images, not {batch}: make all alike, "
                     "with drop_last=True"
                 )
             yield images.to(self._device, non_blocking=True), labels.to(self._device, non_blocking=True)
             position += 1
         if position < bound.steps:
-            raise ValueError(f"the training loader ended after {position} batches; its length says {bound.steps}")
+            raise InputError(f"the training loader ended after {position} batches; its length says {bound.steps}")
 
     def val(self, batch: int) -> Iterator[Batch]:
         images = None
         for images, labels in self._pass(self._val, 0):
             yield images.to(self._device, non_blocking=True), labels.to(self._device, non_blocking=True)
         if images is None:
-            raise ValueError("the validation loader is empty: give it images")
+            raise InputError("the validation loader is empty: give it images")
 
     def _pass(self, loader: Any, epoch: int) -> Iterator[Batch]:
         """One pass, with random numbers of its own: those of the process stay where they are."""
@@ -152,17 +153,17 @@ class LoaderData:
 
     def _checked(self, found: Any) -> Batch:
         if not isinstance(found, tuple | list) or len(found) != 2:
-            raise ValueError(f"a loader must yield (images, labels); found {type(found).__name__}")
+            raise InputError(f"a loader must yield (images, labels); found {type(found).__name__}")
         images, labels = found
         if not isinstance(images, Tensor) or images.ndim != 4 or not images.is_floating_point():
-            raise ValueError(f"images must be normalised float tensors (B, C, H, W); found {_say(images)}")
+            raise InputError(f"images must be normalised float tensors (B, C, H, W); found {_say(images)}")
         if not isinstance(labels, Tensor) or labels.shape != images.shape[:1] or labels.dtype.is_floating_point:
-            raise ValueError(f"labels must be whole numbers, one an image; found {_say(labels)} for {len(images)}")
+            raise InputError(f"labels must be whole numbers, one an image; found {_say(labels)} for {len(images)}")
         if labels.device.type == "cpu" and len(labels):
             wrong = labels[(labels < 0) | (labels >= self.classes)]
             if len(wrong):
                 allowed = f"from 0 to {self.classes - 1}, by the number of classes"
-                raise ValueError(f"a label must be {allowed}; found {int(wrong[0])}")
+                raise InputError(f"a label must be {allowed}; found {int(wrong[0])}")
         return images, labels.long()
 
 

@@ -19,6 +19,8 @@ import yaml
 from safetensors import SafetensorError
 from torch import Tensor
 
+from hiap.atomic import write_text
+from hiap.errors import InputError, RunError
 from hiap.streams import STREAMS
 
 __all__ = ["CONFIG", "RunError", "RunFolder", "checkpoints", "load_checkpoint", "load_dense", "logged"]
@@ -32,10 +34,6 @@ FREE = (
     "checkpoint_every",
 )  # may change from one part of a run to the next
 PATHS = ("data", "weights", "teacher_weights", "cost")
-
-
-class RunError(RuntimeError):
-    """A run that cannot start, go on or be saved."""
 
 
 class RunFolder:
@@ -61,9 +59,7 @@ class RunFolder:
         if checkpoints(self.path):
             _compare(self.path, file.read_text(), config)
         else:
-            partial = file.with_suffix(".partial")
-            partial.write_text(config)
-            partial.replace(file)
+            write_text(file, config)
 
     @staticmethod
     def check(path: Path, resume: bool) -> None:
@@ -123,9 +119,7 @@ class RunFolder:
         file = self.path / "metrics.jsonl"
         if file.exists():
             kept = [line for line in file.read_text(errors="replace").splitlines() if _step_of(line) < step]
-            partial = file.with_suffix(".partial")
-            partial.write_text("".join(line + "\n" for line in kept))
-            partial.replace(file)
+            write_text(file, "".join(line + "\n" for line in kept))
 
     def save_dense(self, tensors: dict[str, Tensor]) -> None:
         """Write the weights of the dense model, which the search begins with.
@@ -144,6 +138,10 @@ class RunFolder:
             raise RunError(
                 f"{self.path / DENSE} cannot be written ({error}); the last good checkpoint is {kept}"
             ) from error
+
+    def report(self, record: dict[str, Any]) -> None:
+        """Write what came of the run to report.json."""
+        write_text(self.path / "report.json", json.dumps(record, indent=1) + "\n")
 
     def close(self) -> None:
         self._lock.close()
@@ -219,7 +217,7 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | 
         tensors = safetensors.torch.load_file(found[-1] / "state.safetensors")
         state = json.loads((found[-1] / "state.json").read_text())
         if not isinstance(state, dict):
-            raise ValueError("state.json is not an object")
+            raise InputError("state.json is not an object")
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise RunError(f"checkpoint {found[-1]} is damaged ({error}); remove it to start again") from error
     return tensors, state

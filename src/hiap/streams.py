@@ -19,6 +19,7 @@ from PIL import Image
 from timm.data import create_dataset
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from hiap.errors import InputError
 from hiap.images import (
     Batch,
     Loading,
@@ -73,7 +74,7 @@ class Shards:
         try:
             reader = create_dataset(name, root=root, split=split, is_training=True).reader
         except (KeyError, RuntimeError) as error:
-            raise ValueError(
+            raise InputError(
                 f"{root} must hold _info.json with the splits train and validation, each with name, num_samples, "
                 f"filenames and shard_lengths; for {split}: {error}"
             ) from error
@@ -111,7 +112,7 @@ class Shards:
                         yield sample
             except Exception as error:  # many images at once: never skipped
                 reason = getattr(error, "strerror", None) or (error.args[0] if error.args else error)
-                raise ValueError(f"shard {shard} cannot be read: {reason}") from error
+                raise InputError(f"shard {shard} cannot be read: {reason}") from error
 
     def _label(self, sample: Any) -> int:
         return int(json.loads(sample["json"])[self._other_label] if self._other_label else sample[self._label_key])
@@ -122,7 +123,7 @@ class Shards:
     def read(self, sample: Any) -> tuple[Image.Image, int]:
         key = next((key for key in self._image_keys if key in sample), None)
         if key is None:
-            raise ValueError(f"sample {sample['__key__']} has none of {', '.join(self._image_keys)}")
+            raise InputError(f"sample {sample['__key__']} has none of {', '.join(self._image_keys)}")
         image = Image.open(io.BytesIO(sample[key]))
         image.load()
         return image, self._label(sample)
@@ -132,7 +133,7 @@ def check_columns(data: str, columns: list[str], image: str, label: str) -> None
     """Refuse a data set of the Hugging Face hub without these columns."""
     for option, key in (("input", image), ("target", label)):
         if key not in columns:
-            raise ValueError(f"{data} has no column {key!r}: pass --{option}-key NAME, one of {', '.join(columns)}")
+            raise InputError(f"{data} has no column {key!r}: pass --{option}-key NAME, one of {', '.join(columns)}")
 
 
 class Hub:
@@ -144,7 +145,7 @@ class Hub:
         builder = datasets.load_dataset_builder(name, cache_dir=root)
         splits, features = builder.info.splits or {}, builder.info.features or {}
         if split not in splits or not splits[split].num_examples:
-            raise ValueError(
+            raise InputError(
                 f"hfids/{name} does not say how many images its split {split} has; it tells of {list(splits)}. They "
                 f"must be in the dataset_info of its README.md; hfds/{name} counts them itself"
             )
@@ -261,7 +262,7 @@ class _Share(IterableDataset[Any]):
             for sample in self.stream.samples(mix_seed(self.loading.seed, self.epoch, turn), *place):
                 yield sample
             if sample is None:
-                raise ValueError(f"there is no image for worker {worker} of rank {self.rank}: are the shards empty?")
+                raise InputError(f"there is no image for worker {worker} of rank {self.rank}: are the shards empty?")
 
     def _read(self, sample: Any, worker: int, number: int) -> Sample:
         name = self.stream.name(sample) or f"image {number} of worker {worker}"
@@ -273,6 +274,6 @@ class _Share(IterableDataset[Any]):
             return Lost(name, told if self.loading.strict else None)
         if not 0 <= label < self.classes:
             allowed = f"from 0 to {self.classes - 1}, by the number of classes"
-            raise ValueError(f"a label must be {allowed}; found {label} ({name})")
+            raise InputError(f"a label must be {allowed}; found {label} ({name})")
         seed = mix_seed(self.loading.seed, self.epoch or 0, self.rank, worker, number)
         return transform(self.transform, image, seed), label

@@ -6,14 +6,12 @@ import math
 import re
 from dataclasses import dataclass
 
+from hiap.errors import BudgetError
+
 __all__ = ["BudgetError", "Target"]
 
 LEAST = 1000.0  # a bare number below it is no count of MACs: its unit was forgotten
 FORMS = "7.4G, 850M, 42%, '1.2M params' or '42% params', or with --cost as 1.8ms or 2.0x"
-
-
-class BudgetError(ValueError):
-    """A target that cannot be read or cannot be reached."""
 
 
 @dataclass(frozen=True)

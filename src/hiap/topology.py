@@ -17,8 +17,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from hiap.atomic import write_text
 from hiap.compact import Widths
-from hiap.errors import TopologyError
+from hiap.errors import InputError, TopologyError
 from hiap.families import timm as family
 from hiap.gate import START_LOGIT
 from hiap.gating import gates, gates_by_block, is_gated
@@ -138,7 +139,7 @@ class Topology:
         try:
             dense = tuple(Widths(**widths) for widths in data["dense"])
             if not all(value is None or (_is_int(value) and value >= 0) for one in dense for value in astuple(one)):
-                raise ValueError("dense widths must be numbers")
+                raise InputError("dense widths must be numbers")
             units = sum((w.heads or 0) * (1 + w.qk_dim + w.value_dim) + (w.neurons or 0) for w in dense)
             entries = [dict(entry) for entry in data["blocks"]]
         except (TypeError, ValueError) as error:
@@ -154,9 +155,7 @@ class Topology:
         data = self.to_json()
         lines = ",\n".join("  " + json.dumps(block) for block in data.pop("blocks"))
         head = json.dumps(data, indent=None)[:-1]
-        partial = Path(f"{os.fspath(path)}.partial")
-        partial.write_text(f'{head}, "blocks": [\n{lines}\n]}}\n')
-        partial.replace(path)
+        write_text(path, f'{head}, "blocks": [\n{lines}\n]}}\n')
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Topology:
@@ -171,6 +170,10 @@ class Topology:
         except (ValueError, RecursionError) as error:
             raise TopologyError(f"{source} is not valid JSON: {error}") from error
         return cls.from_json(data)
+
+    def widths(self, round_to: int = 1) -> list[Widths]:
+        """The widths of the extracted blocks."""
+        return [block.widths(dense, round_to) for block, dense in zip(self.blocks, self.dense, strict=True)]
 
     def check(self, model: nn.Module) -> None:
         """Raise a TopologyError unless the topology was made for a model of these widths."""
@@ -258,9 +261,9 @@ def harden(model: nn.Module) -> Topology:
         ValueError: the model has no gates.
     """
     if not is_gated(model):
-        raise ValueError("the model has no gates; attach them with hiap.attach first")
+        raise InputError("the model has no gates; attach them with hiap.attach first")
     if not all(bool(gate.logit.isfinite().all()) for gate in gates(model)):
-        raise ValueError("some gate logits are not finite: the run that trained them has diverged")
+        raise InputError("some gate logits are not finite: the run that trained them has diverged")
     entries = []
     dense = tuple(site.widths for site in family.sites(model))
     for widths, kinds in zip(dense, gates_by_block(model), strict=True):
@@ -296,7 +299,7 @@ def set_topology(model: nn.Module, topology: Topology, logit: float = START_LOGI
     """
     topology.check(model)
     if not logit > 0:
-        raise ValueError(f"logit must be positive; found {logit}")
+        raise InputError(f"logit must be positive; found {logit}")
     plan = []
     for i, (block, widths, kinds) in enumerate(
         zip(topology.blocks, topology.dense, gates_by_block(model), strict=True)

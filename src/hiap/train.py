@@ -35,7 +35,7 @@ from hiap.compact import Widths
 from hiap.config import Config
 from hiap.cost import Cost, MacCost, expected_counts, macs, macs_of_widths
 from hiap.data import Data, mix_seed
-from hiap.errors import CheckpointError
+from hiap.errors import CheckpointError, HiapError
 from hiap.evaluate import Interrupted, evaluate
 from hiap.extraction import extract, slices
 from hiap.families import timm as family
@@ -258,10 +258,8 @@ class Run:
         self.raw = extract(big, topology, self.config.round_to)
         self.stage = "recover"
         self._prepare()
-        widths = [
-            block.widths(old, self.config.round_to) for block, old in zip(topology.blocks, topology.dense, strict=True)
-        ]
-        carry_optimizer(old_optimizer, big, self.optimizer, self.raw, slices(topology, widths))
+        cuts = slices(topology, topology.widths(self.config.round_to))
+        carry_optimizer(old_optimizer, big, self.optimizer, self.raw, cuts)
         if self.average is not None and average is not None:
             self.average.module.load_state_dict(average.state_dict())
 
@@ -424,8 +422,7 @@ class Run:
         """The padded widths of the present network, gates hardened."""
         if not is_gated(self.raw):
             return [site.widths for site in family.sites(self.raw)]
-        topology = harden(self.raw)
-        return [b.widths(w, self.config.round_to) for b, w in zip(topology.blocks, topology.dense, strict=True)]
+        return harden(self.raw).widths(self.config.round_to)
 
     def _mean(self, tensor: Tensor) -> Tensor:
         mean: Tensor = self.accelerator.reduce(tensor, "mean")
@@ -650,7 +647,7 @@ class Run:
         tensors, state = saved
         try:
             self._take_up(tensors, state)
-        except RunError:
+        except HiapError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
             raise RunError(
@@ -759,6 +756,8 @@ class Run:
                 ) from error
         if isinstance(self.cost, LatencyCost):
             self.record |= self._timed(model, self.cost)
+        if self.folder is not None:
+            self.folder.report(self.record)
         self.accelerator.wait_for_everyone()
         if self.config.trackers:
             self.accelerator.end_training()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hiap.config import Config, ConfigError
+from hiap.errors import InputError
 from hiap.families.timm import ViT
 
 __all__ = [
@@ -99,15 +100,15 @@ def create_model(name: str, pretrained: bool, arguments: dict[str, Any]) -> Any:
 def _check_size(name: str, arguments: dict[str, Any]) -> None:
     """Build the model without its weights, and refuse one that cannot be held."""
     if "checkpoint_path" in arguments:
-        raise ValueError("checkpoint_path is not read; pass --weights FILE")
+        raise InputError("checkpoint_path is not read; pass --weights FILE")
     depth = arguments.get("depth")
     if isinstance(depth, int) and depth > DEEPEST:
-        raise ValueError(f"depth must be at most {DEEPEST}; found {depth}")
+        raise InputError(f"depth must be at most {DEEPEST}; found {depth}")
     with torch.device("meta"):
         model = timm.create_model(name, pretrained=False, **arguments)
     size, memory = sum(4 * p.numel() for p in model.parameters()), _memory()
     if size > memory:
-        raise ValueError(f"its weights would take {size / 1e9:.0f} GB, the memory here is {memory / 1e9:.0f} GB")
+        raise InputError(f"its weights would take {size / 1e9:.0f} GB, the memory here is {memory / 1e9:.0f} GB")
 
 
 def _memory() -> float:
@@ -241,7 +242,7 @@ def _check_tensors(state: Any) -> None:
     if not isinstance(state, dict):
         raise TypeError(f"it holds a {type(state).__name__}")
     if not state:
-        raise ValueError("it holds nothing")
+        raise InputError("it holds nothing")
     if "param_groups" in state and "state" in state:
         raise TypeError("it holds the state of an optimiser")
     for name, value in state.items():

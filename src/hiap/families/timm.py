@@ -19,7 +19,7 @@ from torch import nn
 
 from hiap import compact
 from hiap.compact import Widths
-from hiap.errors import CheckpointError, UnsupportedModelError
+from hiap.errors import CheckpointError, InputError, UnsupportedModelError
 from hiap.gate import GatedLinear
 
 __all__ = [
@@ -201,12 +201,12 @@ def image_size(model: ViT, size: int | tuple[int, int] | None = None) -> tuple[i
     given, patch = size is not None, model.patch_embed.patch_size
     size = size if given else model.patch_embed.img_size
     if size is None:
-        raise ValueError("the model has no fixed image size; pass img_size")
+        raise InputError("the model has no fixed image size; pass img_size")
     height, width = map(int, size) if isinstance(size, Sequence) else (int(size), int(size))
     if given and not model.patch_embed.dynamic_img_pad and (height % patch[0] or width % patch[1]):
-        raise ValueError(f"img_size {height}x{width} is not a multiple of the {patch[0]}x{patch[1]} patch")
+        raise InputError(f"img_size {height}x{width} is not a multiple of the {patch[0]}x{patch[1]} patch")
     if height < patch[0] or width < patch[1]:
-        raise ValueError(f"img_size {height}x{width} is smaller than one {patch[0]}x{patch[1]} patch")
+        raise InputError(f"img_size {height}x{width} is smaller than one {patch[0]}x{patch[1]} patch")
     return height, width
 
 

@@ -6,9 +6,7 @@ BIN := .venv/bin
 
 demo: .venv/installed
 	rm -rf demo
-	$(BIN)/hiap prune --out demo
-	$(BIN)/hiap info demo/compact
-	$(BIN)/hiap evaluate demo/compact --data digits
+	$(BIN)/hiap demo --out demo
 
 test: .venv/installed
 	$(BIN)/ruff format --check .

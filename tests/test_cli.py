@@ -255,7 +255,7 @@ class TestConfigurationFiles:
     def test_a_number_on_the_command_line_must_be_finite(
         self, option: str, value: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert main(["prune", "--print-config", f"{option}={value}"]) == 1
+        assert main(["prune", "--config", "digits", "--print-config", f"{option}={value}"]) == 1
         name = option[2:].replace("-", "_")
         assert f"\n  {name} must be finite; found {value}\n" in capsys.readouterr().err
 

@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 
 import hiap
 from conftest import make
-from hiap.cli import main
+from hiap.cli import _parser, main
+from hiap.config import FIRST, GROUPS, help_of
 
 OPTIONAL = [
     "accelerate",
@@ -66,7 +67,7 @@ def test_cli_without_a_command_helps(capsys: pytest.CaptureFixture[str]) -> None
     assert stopped.value.code == 0 and capsys.readouterr().out == f"hiap {hiap.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["prune", "plan", "evaluate", "info", "bench", "measure"])
+@pytest.mark.parametrize("command", ["prune", "demo", "plan", "evaluate", "info", "bench", "measure"])
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([command, "--help"])
@@ -74,18 +75,34 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
 
 
 def test_cli_plans_prints_and_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--target", "40%"]) == 0
+    assert main(["plan", "--config", "digits", "--target", "40%"]) == 0
     assert "target   40% = 40.0%" in capsys.readouterr().out
-    assert main(["prune", "--print-config", "--target", "30%", "--ratio", "2:1", "--keep-blocks", "0,1"]) == 0
+    assert (
+        main(
+            [
+                "prune",
+                "--config",
+                "digits",
+                "--print-config",
+                "--target",
+                "30%",
+                "--ratio",
+                "2:1",
+                "--keep-blocks",
+                "0,1",
+            ]
+        )
+        == 0
+    )
     text = capsys.readouterr().out
     assert "target: 30%" in text and "ratio:\n- 2.0\n- 1.0" in text and "keep_blocks:\n- 0\n- 1" in text
-    assert main(["plan", "--target", "1%"]) == 1
+    assert main(["plan", "--config", "digits", "--target", "1%"]) == 1
     assert re.search(
         r"target of [\d.]+ k MACs \(1.0%\) is out of reach: .* up to [\d.]+ M MACs", capsys.readouterr().err
     )
-    assert main(["plan", "--target", "100K params"]) == 0
+    assert main(["plan", "--config", "digits", "--target", "100K params"]) == 0
     assert "(100.000 k parameters)" in capsys.readouterr().out
-    assert main(["prune", "--epochs", "0", "--lr", "-1"]) == 1
+    assert main(["prune", "--config", "digits", "--epochs", "0", "--lr", "-1"]) == 1
     assert "epochs must be at least 1; found 0\n  lr must be positive" in capsys.readouterr().err
     assert (
         main(
@@ -97,7 +114,7 @@ def test_cli_plans_prints_and_refuses(tmp_path: Path, capsys: pytest.CaptureFixt
     for command in (["plan"], ["prune", "--out", str(tmp_path / "run")]):
         assert main([*command, "--config", "digits", "--batch-size", "9999"]) == 1
         assert "batch_size 9999 is more than the 1437 training images" in capsys.readouterr().err
-        assert main([*command, "--model", "resnet18", "--no-pretrained", "--target", "50%"]) == 1
+        assert main([*command, "--data", "digits", "--model", "resnet18", "--no-pretrained", "--target", "50%"]) == 1
         assert "it is not a timm VisionTransformer" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
@@ -124,7 +141,7 @@ def test_what_cannot_be_opened_is_said_in_one_line(
         (tmp_path / "empty" / split / "cat").mkdir(parents=True)
     (tmp_path / "README.md").write_text("no weights")
     save_file(timm.create_model("test_vit", embed_dim=32, num_heads=2).state_dict(), tmp_path / "other.safetensors")
-    assert main(["plan", "--target", "50%", *arguments]) == 1
+    assert main(["plan", "--data", "digits", "--target", "50%", *arguments]) == 1
     error = capsys.readouterr().err
     assert re.search(message, error) and error.count("\n") == 1
 
@@ -143,7 +160,40 @@ def test_evaluation_needs_no_training_extra(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "accelerate", None)
     monkeypatch.delitem(sys.modules, "hiap.train", raising=False)
     assert main(["evaluate", str(tmp_path / "compact"), "--data", "digits"]) == 0
-    assert main(["prune", "--out", str(tmp_path / "run")]) == 1
+    assert main(["demo", "--out", str(tmp_path / "run")]) == 1
+
+
+def test_prune_without_data_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("prune", "plan"):
+        assert main([command, "--target", "50%"]) == 1
+        assert f"hiap: hiap {command} needs images: --data FOLDER with train/ and val/" in capsys.readouterr().err
+
+
+def test_help_shows_the_usual_options_and_help_all_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for option in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as stopped:
+            main(["prune", option])
+        assert stopped.value.code == 0
+        shown.append(capsys.readouterr().out)
+    short, long = shown
+    assert all(f"\n  --{name.replace('_', '-')}" in short for name in FIRST) and "--tau-decay" not in short
+    assert all(f"  --{name.replace('_', '-')}" in long for name, _, _ in help_of())
+    assert all(f"\n{title}:\n" in long for title in GROUPS.values())
+    assert "--precision {fp32,bf16,fp16}" in short and "likewise" not in long
+    assert max(map(len, short.split("examples:")[0].splitlines())) <= 80
+
+
+def test_old_spellings_are_understood(tmp_path: Path) -> None:
+    base = ["measure", "--model", "test_vit", "--img-size", "32"]
+    new = _parser().parse_args([*base, "--precision", "fp32", "--batch-size", "2", "--out", "x"])
+    old = _parser().parse_args([*base, "--dtype", "fp32", "--batch", "2", "--output", "x"])
+    assert vars(new) == vars(old)
+    new, old = (
+        _parser().parse_args(["bench", "x", *rest.split()])
+        for rest in ("--batch-size 1,2 --out y", "--batch 1,2 --json y")
+    )
+    assert vars(new) == vars(old)
 
 
 def test_bugs_keep_their_traceback_and_errors_of_users_do_not(

@@ -24,15 +24,14 @@ from hiap.errors import HiapError, InputError
 __all__ = ["main"]
 
 PRUNE_EXAMPLES = """examples:
-  hiap prune                       (trains and prunes a small ViT on handwritten digits, about two minutes)
   hiap prune --model deit_small_patch16_224 --data imagenet/ --target 3.1G --epochs 300 --out runs/deit_s
   hiap prune --model vit_tiny_patch16_224 --weights my.safetensors --img-size 128 --data photos/ --target 42%
   accelerate launch -m hiap prune --config deit_base_imagenet --data imagenet/ --out runs/deit_b
 """
 
 BENCH_EXAMPLES = """examples:
-  hiap bench runs/deit_s/compact
-  hiap bench runs/mine/compact --precision bf16 --batch 1,64 --mode compile+graph --json speed.json
+  hiap bench runs/deit_s
+  hiap bench runs/mine --precision bf16 --batch-size 1,64 --mode compile+graph --out speed.json
   hiap bench --model deit_base_patch16_224 --topology deit_base_7.4g --paper
 """
 
@@ -43,9 +42,14 @@ EVALUATE_EXAMPLES = """examples:
 """
 
 MEASURE_EXAMPLES = """examples:
-  hiap measure --model deit_base_patch16_224 --device cuda --dtype bf16 --batch 256 -o h200.json
+  hiap measure --model deit_base_patch16_224 --device cuda --precision bf16 --batch-size 256 -o h200.json
   hiap prune --model deit_base_patch16_224 --data imagenet/ --target 2.0x --cost h200.json
 """
+
+METAVARS = {  # what stands for the value of an option in help
+    **{"model": "NAME", "teacher": "NAME", "data": "FOLDER", "target": "BUDGET"},
+    **{"weights": "FILE", "teacher_weights": "FILE", "cost": "TABLE"},
+}
 
 # Options of a configuration that `evaluate` takes: for a dense model alone, and for any
 DENSE = ("model", "model_args", "weights", "pretrained", "img_size")
@@ -96,7 +100,19 @@ def _plain_warnings() -> Iterator[None]:
         warnings.formatwarning = usual
 
 
-def _parser() -> argparse.ArgumentParser:
+class _HelpAll(argparse.Action):
+    """Shows the help of a command with all of its options."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
+        _parser(every_option=True).parse_args([parser.prog.split()[-1], "--help"])
+
+
+def _parser(every_option: bool = False) -> argparse.ArgumentParser:
+    """The parser of the command line.
+
+    Args:
+        every_option: help shows those that few people need, too.
+    """
     parser = argparse.ArgumentParser(
         prog="hiap",
         description="Make Vision Transformers smaller and really faster.",
@@ -113,19 +129,24 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     prune = add("prune", _prune, "Prune a trained ViT to a budget in one training phase.", PRUNE_EXAMPLES)
-    _add_options(prune)
-    prune.add_argument(
-        "--out", default=None, help="folder of the run; the result is in OUT/compact (default runs/NAME)"
-    )
+    prune.add_argument("--out", help="folder of the run; the result is in OUT/compact (default runs/NAME)")
     prune.add_argument("--resume", action="store_true", help="go on with the run in OUT, whose options are read there")
     prune.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
+    _add_options(prune, every_option)
+    demo = add(
+        "demo",
+        _demo,
+        "Train a small ViT on handwritten digits and prune it to half of its MACs; no download.",
+        "example:\n  hiap demo --out runs/digits",
+    )
+    demo.add_argument("--out", default="runs/digits", help="folder of the run (default runs/digits)")
     plan = add(
         "plan",
         _plan,
         "Say what a run would do: what is reachable, how long it is; nothing is trained.",
         "example:\n  hiap plan --model deit_small_patch16_224 --no-pretrained --data imagenet/ --target 3.1G",
     )
-    _add_options(plan)
+    _add_options(plan, every_option)
     evaluate = add(
         "evaluate",
         _evaluate,
@@ -147,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_evaluate(command: argparse.ArgumentParser) -> None:
     command.add_argument("folder", nargs="?", help="a folder written by hiap.save, or that of a run; or give --model")
-    _add_options(command, (*DENSE, *INPUT))
+    _add_options(command, every_option=True, only=(*DENSE, *INPUT))
     command.add_argument(
         "--batch-size", type=_positive, default=None, help="images at a time (default 256, on a CPU 64)"
     )
@@ -162,7 +183,13 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
     add("--img-size", type=_positive, help="input size of --model")
     add("--round-to", type=_positive, help="multiple that its widths are rounded to (default 8)")
     add("--device", help="cuda or cpu; CUDA by default where there is any")
-    add("--batch", type=_listed(_positive), metavar="A,B", help="images at a time (default 1,256; CPU: 1,8)")
+    add(
+        *("--batch-size", "--batch"),
+        dest="batch",
+        type=_listed(_positive),
+        metavar="A,B",
+        help="images at a time (default 1,256; CPU: 1,8)",
+    )
     add(
         "--precision", type=_listed(str), metavar="A,B", help="of fp32, tf32, bf16, fp16 (default fp32,bf16; CPU: fp32)"
     )
@@ -173,7 +200,7 @@ def _add_bench(command: argparse.ArgumentParser) -> None:
     add(
         "--paper", action="store_true", help="defaults by the paper's protocol: fp32, batch 1,256, eager, 50 + 100 runs"
     )
-    add("--json", help="write all figures here")
+    add("--out", "--json", dest="json", metavar="FILE", help="write all figures here, as JSON")
 
 
 def _add_measure(command: argparse.ArgumentParser) -> None:
@@ -181,43 +208,49 @@ def _add_measure(command: argparse.ArgumentParser) -> None:
     add("--model", required=True, help="timm name of the dense model; its weights do not matter")
     add("--img-size", type=_positive, help="input size; the model's own by default")
     add("--device", help="cuda or cpu; CUDA by default where there is any")
-    add("--dtype", help="fp32, tf32, bf16 or fp16 (default bf16; CPU: fp32)")
-    add("--batch", type=_positive, help="images at a time (default 256; CPU: 1)")
+    add("--precision", "--dtype", dest="dtype", help="fp32, tf32, bf16 or fp16 (default bf16; CPU: fp32)")
+    add("--batch-size", "--batch", dest="batch", type=_positive, help="images at a time (default 256; CPU: 1)")
     add("--mode", help="how networks will run: eager, graph (default with CUDA) or compile (optimised and compiled)")
     add("--unit", default="ms", help="ms, or mJ where the GPU reports energy (default ms)")
-    add("-o", "--output", required=True, help="JSON file to write")
+    add("-o", "--out", "--output", dest="output", metavar="FILE", required=True, help="JSON file to write")
 
 
-def _add_options(command: argparse.ArgumentParser, only: Sequence[str] | None = None) -> None:
-    """One option for each field of the configuration, or for some of them."""
-    from hiap.config import Config, help_of, recipes
+def _add_options(command: argparse.ArgumentParser, every_option: bool, only: Sequence[str] | None = None) -> None:
+    """One option for each field of the configuration, or for some of them, in groups.
+
+    Args:
+        every_option: help shows all, not those alone that most people need.
+    """
+    from hiap.config import CHOICES, FIRST, GROUPS, Config, help_of, recipes
 
     if only is None:
-        command.add_argument(
-            "--config", help=f"recipe or YAML file; recipes: {', '.join(recipes())}. Without any option: digits"
-        )
-    defaults = Config()
+        command.add_argument("--config", help=f"recipe or YAML file; recipes: {', '.join(recipes())}")
+        command.add_argument("--help-all", nargs=0, action=_HelpAll, help="show all options, not only the usual ones")
+    defaults, group = Config(), command.add_argument_group("model")
     for name, kind, text in help_of():
+        if GROUPS.get(name, "model") != "model":
+            group = command.add_argument_group(GROUPS[name])
         if only is not None and name not in only:
             continue
         required = only is not None and name == "data"
-        default = None if required or (only and name == "model") else getattr(defaults, name)
+        default = None if name == "data" or (only and name == "model") else getattr(defaults, name)
         flag = "--" + name.replace("_", "-")
-        text = f"{text} (default {default})" if default not in (None, [], {}) else text
-        text = text.replace("%", "%%")
+        text = f"{text} (default {default})" if default not in (None, [], {}, 0) else text
+        text = text.replace("%", "%%") if every_option or name in FIRST else argparse.SUPPRESS
         more: dict[str, Any] = {"default": None, "help": text, "required": required}
         if bool in (kind, *typing.get_args(kind)):
-            command.add_argument(flag, action=argparse.BooleanOptionalAction, **more)
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, **more)
         elif name == "ratio":
-            command.add_argument(flag, type=_ratio, metavar="MACRO:MICRO", **more)
+            group.add_argument(flag, type=_ratio, metavar="MACRO:MICRO", **more)
         elif "list" in str(kind):
             inner = next(a for a in (kind, *typing.get_args(kind)) if typing.get_origin(a) is list)
-            command.add_argument(flag, type=_listed(typing.get_args(inner)[0]), metavar="A,B", **more)
+            group.add_argument(flag, type=_listed(typing.get_args(inner)[0]), metavar="A,B", **more)
         elif name == "model_args":
-            command.add_argument(flag, type=_object, metavar="JSON", **more)
+            group.add_argument(flag, type=_object, metavar="JSON", **more)
         else:
             plain = next(t for t in (*typing.get_args(kind), kind) if t in (int, float, str))
-            command.add_argument(flag, type=plain, **more)
+            words = f"{{{','.join(CHOICES[name])}}}" if name in CHOICES else {int: "N", float: "X"}.get(plain, "TEXT")
+            group.add_argument(flag, type=plain, metavar=METAVARS.get(name, words), **more)
 
 
 def _ratio(text: str) -> list[float]:
@@ -274,8 +307,12 @@ def _config(options: argparse.Namespace) -> Any:
 
         RunFolder.check(Path(options.out), resume=True)
         return read_config(Path(options.out, CONFIG), given)
-    source = options.config or (None if given.keys() & {"model", "data"} else "digits")
-    return read_config(source, given)
+    if options.config is None and "data" not in given:
+        raise InputError(
+            f"hiap {options.command} needs images: --data FOLDER with train/ and val/ (or --val-split 0.1), the model "
+            "they are for (--model NAME, --weights FILE) and a --target such as 50%. `hiap demo` runs without any"
+        )
+    return read_config(options.config, given)
 
 
 def _prune(options: argparse.Namespace) -> int:
@@ -294,6 +331,10 @@ def _prune(options: argparse.Namespace) -> int:
     if result.main:
         _report(result, config)
     return 0
+
+
+def _demo(options: argparse.Namespace) -> int:
+    return main(["prune", "--config", "digits", "--out", options.out])
 
 
 def _report(result: Any, config: Any) -> None:

@@ -19,8 +19,28 @@ from hiap.errors import ConfigError
 from hiap.granularities import GRANULARITIES, PAPER
 from hiap.target import BudgetError, Target
 
-__all__ = ["Config", "ConfigError", "help_of", "read_config", "recipes"]
+__all__ = ["CHOICES", "FIRST", "GROUPS", "Config", "ConfigError", "help_of", "read_config", "recipes"]
 
+CHOICES = {  # of options that are one of a few words
+    "data_device": ("loader", "cpu", "cuda"),
+    "accounting": ("exact", "paper"),
+    "gate_mode": ("importance", "gradient"),
+    "precision": ("fp32", "bf16", "fp16"),
+    "keep": ("last", "best"),
+}
+GROUPS = {  # of options, by the first of each
+    "model": "model",
+    "data": "data",
+    "target": "what may go, and how much",
+    "epochs": "course of the run",
+    "batch_size": "optimisation",
+    "teacher": "distillation",
+    "keep": "the run itself",
+}
+FIRST = (  # options that most people need
+    *("model", "weights", "img_size", "data", "val_split", "target", "cost", "epochs", "batch_size", "lr"),
+    *("precision", "teacher", "keep"),
+)
 TRACKERS = ("tensorboard", "wandb")  # also the names of their packages and of our extras
 LONGEST = 100_000  # bytes of a configuration file
 DEEPEST = 20  # levels of a value
@@ -52,7 +72,7 @@ class Config:
 
     # model
     model: str = _option("vit_tiny_patch16_224", "timm name of the dense model")
-    model_args: dict[str, Any] = _option({}, "further arguments of timm.create_model (in YAML)")
+    model_args: dict[str, Any] = _option({}, "further arguments of timm.create_model")
     weights: str | None = _option(None, "weights of the dense model: .safetensors, or .pth read with weights_only")
     pretrained: bool = _option(True, "start from timm's pretrained weights where no file is given")
     img_size: int | None = _option(None, "input size; the model's own by default")
@@ -76,19 +96,21 @@ class Config:
         None, "share of the training images to validate on, such as 0.1, instead of a validation part of the data"
     )
     input_key: str | None = _option(None, "column of the images of hfds/... and hfids/...; 'image' by default")
-    target_key: str | None = _option(None, "column of their labels; 'label' by default")
+    target_key: str | None = _option(None, "column of the labels of hfds/... and hfids/...; 'label' by default")
     download: bool = _option(False, "fetch a data set of torchvision (torch/...) that is not there")
-    data_device: str = _option("loader", "'loader' reads by workers; 'cpu' or 'cuda' holds the set in memory as bytes")
+    data_device: str = _option("loader", "loader reads images as they come; cpu and cuda hold all of them in memory")
     workers: int = _option(min(4, os.cpu_count() or 1), "loader processes; by default one a CPU, up to 4")
     strict_data: bool = _option(False, "fail on an image that cannot be read instead of skipping it")
     mean: list[float] | None = _option(
         None, "normalisation of the input, one value a channel; the model's own by default"
     )
-    std: list[float] | None = _option(None, "standard deviation of the input, likewise")
+    std: list[float] | None = _option(
+        None, "standard deviation of the input, one value a channel; the model's own by default"
+    )
     crop: float = _option(0.35, "least share of the area a random crop keeps")
     flip: float = _option(0.5, "probability of a horizontal flip")
     policy: str | None = _option("rand-m9-mstd0.5-inc1", "RandAugment of timm, for data read by a loader")
-    erase: float = _option(0.25, "probability of random erasing, likewise")
+    erase: float = _option(0.25, "probability of random erasing, for data read by a loader")
     mixup: float = _option(0.0, "mixup alpha; 0 is off")
     cutmix: float = _option(0.0, "cutmix alpha; 0 is off")
     smoothing: float = _option(0.0, "label smoothing")
@@ -101,7 +123,7 @@ class Config:
     )
     lambda_macro: float | None = _option(None, "the paper's penalty on heads, instead of a target")
     lambda_micro: float | None = _option(None, "the paper's penalty on value dims and neurons, instead of a target")
-    accounting: str = _option("exact", "cost of the penalties: 'exact' or 'paper'")
+    accounting: str = _option("exact", "how the penalties count cost")
     granularities: list[str] | None = _option(
         None, f"what has gates: {', '.join(GRANULARITIES)}; the paper's first four, and with a target q/k dims too"
     )
@@ -110,9 +132,9 @@ class Config:
     min_heads: int = _option(1, "heads every layer keeps")
     min_value_dims: float = _option(0.125, "share of its value dims every open head keeps")
     min_neurons: float = _option(0.02, "share of its neurons every open FFN keeps")
-    beta_head: float = _option(1.0, "weight of the head feasibility term; with a target the floors are hard instead")
-    beta_dim: float = _option(1.0, "weight of the value-dim feasibility term, likewise")
-    beta_ffn: float = _option(1.0, "weight of the neuron feasibility term, likewise")
+    beta_head: float = _option(1.0, "weight of the head feasibility term, where there is no target")
+    beta_dim: float = _option(1.0, "weight of the value-dim feasibility term, where there is no target")
+    beta_ffn: float = _option(1.0, "weight of the neuron feasibility term, where there is no target")
     round_to: int = _option(8, "multiple that widths are rounded to")
     align_heads: bool | None = _option(
         None, "turn the dims of heads to axes that can be cut before the search; by default with a target"
@@ -123,20 +145,22 @@ class Config:
     freeze_at: float | None = _option(
         None, "share of the run after which the topology is final; 0.15 with a target, else 1"
     )
-    gate_mode: str = _option("importance", "how a target moves gates: 'importance' or 'gradient'")
+    gate_mode: str = _option("importance", "how a target moves gates")
     gate_lr: float = _option(5e-3, "learning rate of gate logits, where they are learned by gradient")
     gate_window: float = _option(0.1, "share of the run over which importance is averaged")
     start_logit: float = _option(5.0, "logit of every gate at the start, where logits are learned by gradient")
     tau_start: float = _option(2.0, "first temperature")
-    tau_decay: float = _option(0.98, "its decay, over 300 virtual epochs before the freeze")
+    tau_decay: float = _option(
+        0.98, "factor of the temperature from one to the next of 300 virtual epochs before the freeze"
+    )
     tau_floor: float = _option(0.05, "least temperature")
     noise_start: float = _option(1.0, "noise scale at the first step")
     noise_end: float | None = _option(None, "noise scale at the freeze; 0 with a target, else 1 (the paper)")
     ramp_start: float = _option(0.05, "where the budget begins to fall, as a share of the time before the freeze")
-    ramp_end: float = _option(0.9, "where it reaches the target, likewise")
-    ramp_power: float = _option(1.0, "1 falls evenly, 3 fast first")
+    ramp_end: float = _option(0.9, "where the budget reaches the target, as a share of the time before the freeze")
+    ramp_power: float = _option(1.0, "shape of the falling budget: 1 falls evenly, 3 fast first")
     sharp_start: float = _option(2.0, "logits per unit of log-importance at the start")
-    sharp_end: float = _option(20.0, "the same at the freeze")
+    sharp_end: float = _option(20.0, "logits per unit of log-importance at the freeze")
     shrink: bool = _option(True, "extract at the freeze and train on the small network")
     # optimisation
     batch_size: int = _option(
@@ -155,20 +179,20 @@ class Config:
     weight_decay: float = _option(0.05, "not applied to biases, norms and gates")
     clip_grad: float | None = _option(1.0, "largest norm of the gradient; 0 is off")
     ema: float = _option(0.0, "decay of an average of the weights, which is then the result; 0 is off")
-    precision: str = _option("fp32", "of the training: fp32, bf16 or fp16")
+    precision: str = _option("fp32", "precision of the training")
     # distillation
     teacher: str = _option("self", "'self' (the dense model), 'none', or the timm name of a teacher")
     teacher_weights: str | None = _option(None, "weights of the teacher; timm's pretrained ones by default")
     distill_weight: float = _option(0.5, "share of the distillation in the task loss")
-    distill_temperature: float = _option(1.0, "its temperature")
+    distill_temperature: float = _option(1.0, "temperature of the distillation")
     distill_features: float | None = _option(
         None,
         "weight of how far the outputs of blocks are from those of the dense model, which is then the teacher; "
         "10 with a target if it teaches anyway, else 0",
     )
     # run
-    keep: str = _option("last", "the network that is the result: 'last', or 'best' on the validation images")
-    seed: int = _option(0, "of everything random")
+    keep: str = _option("last", "which epoch is the result: the last, or the best on the validation images")
+    seed: int = _option(0, "seed of everything random")
     eval_every: int = _option(1, "epochs between evaluations")
     checkpoint_every: int | None = _option(None, "steps between checkpoints; an epoch by default")
     trackers: list[str] = _option([], f"where metrics go besides metrics.jsonl: {', '.join(TRACKERS)}")
@@ -248,12 +272,8 @@ class Config:
             ("ramp_end", "above ramp_start and at most 1", 0 <= self.ramp_start < self.ramp_end <= 1),
             ("sharp_end", "at least sharp_start", self.sharp_end >= self.sharp_start),
             ("tau_decay", "above 0 and at most 1", 0 < self.tau_decay <= 1),
-            ("precision", "fp32, bf16 or fp16", self.precision in ("fp32", "bf16", "fp16")),
-            ("accounting", "exact or paper", self.accounting in ("exact", "paper")),
-            ("keep", "last or best", self.keep in ("last", "best")),
-            ("gate_mode", "importance or gradient", self.gate_mode in ("importance", "gradient")),
             ("val_split", "a share above 0 and below 1", self.val_split is None or 0 < self.val_split < 1),
-            ("data_device", "loader, cpu or cuda", self.data_device in ("loader", "cpu", "cuda")),
+            *((name, " or ".join(words), getattr(self, name) in words) for name, words in CHOICES.items()),
             ("trackers", f"some of {', '.join(TRACKERS)}", set(self.trackers) <= set(TRACKERS)),
             *(
                 (name, "at least 0", (getattr(self, name) or 0) >= 0)

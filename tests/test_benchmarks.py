@@ -159,6 +159,7 @@ def test_plots_take_the_rate_that_held_out_images_choose() -> None:
     assert {row["arm"]: row["lr"] for row in found} == {"hiap": 2e-4, "l1": 5e-4}
 
 
+@pytest.mark.slow
 def test_a_comparison_is_run_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for split, count in (("train", 24), ("val", 4)):
         for label in range(3):

@@ -11,6 +11,8 @@ import pytest
 
 from conftest import write_photos
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 10  # from the fault to the end of the last process
 MODEL = '{"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}'
 RESUME = r"saved at step 3; go on with `hiap prune --resume --out run`"

@@ -17,6 +17,8 @@ from hiap.families.timm import sites
 from hiap.granularities import GRANULARITIES
 from hiap.latency import LatencyCost, LatencyTable
 
+pytestmark = pytest.mark.slow
+
 CASES, GROUPS = 300, 10
 SHAPES = [(24, 3), (32, 4), (32, 2), (48, 3), (64, 4), (20, 2), (40, 1)]  # width and heads
 DEIT = "deit_small_patch16_224"

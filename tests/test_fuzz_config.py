@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from hiap.cli import main
 from hiap.config import help_of, read_config
 
+pytestmark = pytest.mark.slow
+
 BASE = read_config(
     "digits", {"model_args": {**read_config("digits").model_args, "depth": 2, "embed_dim": 16}}
 ).to_yaml()

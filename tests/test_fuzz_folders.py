@@ -15,6 +15,8 @@ import hiap
 from conftest import images, make
 from hiap.checkpoint import DIGEST, TENSORS_DIGEST, _digest
 
+pytestmark = pytest.mark.slow
+
 CASES = 240
 ODD: list[Any] = [
     *(None, True, False, 0, -1, 1, 2, 7, 0.5, -0.5, 1e300, float("nan"), float("inf"), 50_000_000, 10**30),

@@ -20,6 +20,8 @@ from conftest import images, randomise
 from hiap.checkpoint import check_savable
 from test_cost import counted_macs
 
+pytestmark = pytest.mark.slow
+
 CASES, GROUPS = 300, 15  # groups, so that several processes can share them
 NORMS = [
     "layernorm",

@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 
 from conftest import SHARED
 
+pytestmark = pytest.mark.slow
+
 SHEET, WEIGHTS = SHARED / "data/tiny_imagenet/train_0.jpg", SHARED / "models/vit_tiny_tin128.safetensors"
 TILE, CLASSES, IMAGES = 64, 8, 12
 STOPS = (r"^dense +3/5 ", r"^recover +6/15 ")  # lines of output after which Ctrl-C is pressed

@@ -50,9 +50,10 @@ BUDGET_MODEL = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 3, "n
 
 
 @pytest.mark.parametrize(
-    ("steps", "ratio"), [(100, [5.0, 1.0]), (100, [2.0, 1.0]), (100, [1.0, 2.0]), (400, [2.0, 1.0])]
+    ("steps", "ratio"), [(steps, ratio) for steps in (100, 400) for ratio in ([5.0, 1.0], [2.0, 1.0], [1.0, 2.0])]
 )
 @pytest.mark.parametrize("share", [25, 50, 75, 95])
+@pytest.mark.slow
 def test_the_budget_is_met(steps: int, share: int, ratio: list[float], tmp_path: Path) -> None:
     config = tiny(
         model_args=BUDGET_MODEL,
@@ -320,6 +321,7 @@ def test_a_teacher_that_does_not_fit_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 class TestReliability:
     """Real processes, really killed."""
 
@@ -349,6 +351,7 @@ class TestReliability:
         "kill",
         [
             "--kill-step=dense:2:SIGKILL",
+            "--kill-step=search:5:SIGKILL",
             "--kill-step=search:5:SIGTERM",
             "--kill-step=recover:15:SIGKILL",
             "--kill-save=4",
@@ -369,6 +372,13 @@ class TestReliability:
         ]
         for a, b in zip(*lines, strict=True):
             assert all(b[key] == value for key, value in a.items() if key not in ("seconds", "images_per_s"))
+
+    def test_a_killed_run_without_shrink_ends_bit_identical(self, tmp_path: Path) -> None:
+        self.run(tmp_path / "whole", "shrink=False")
+        self.run(tmp_path / "killed", "shrink=False", "--kill-step=recover:15:SIGKILL", check=-signal.SIGKILL)
+        self.run(tmp_path / "killed", "shrink=False", "--resume")
+        first, second = (load_file(tmp_path / name / "compact/model.safetensors") for name in ("whole", "killed"))
+        assert first.keys() == second.keys() and all(torch.equal(t, second[name]) for name, t in first.items())
 
     def test_a_killed_run_on_a_stream_ends_bit_identical(self, tmp_path: Path) -> None:
         from conftest import write_shards

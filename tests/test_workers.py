@@ -23,6 +23,8 @@ import torch, webdataset.filters, webdataset.tariterators
 from hiap.data import open_data
 from hiap.images import Augmentation, Loading
 
+pytestmark = pytest.mark.slow
+
 gc.freeze()  # what is imported is not looked through again at every end
 for line in sys.stdin:
     data, workers, way, folder = json.loads(line)

@@ -193,7 +193,7 @@ class Config:
     # run
     keep: str = _option("last", "which epoch is the result: the last, or the best on the validation images")
     seed: int = _option(0, "seed of everything random")
-    eval_every: int = _option(1, "epochs between evaluations")
+    eval_every: int = _option(1, "epochs from one evaluation, and line of output, to the next")
     checkpoint_every: int | None = _option(None, "steps between checkpoints; an epoch by default")
     trackers: list[str] = _option([], f"where metrics go besides metrics.jsonl: {', '.join(TRACKERS)}")
 

@@ -547,8 +547,9 @@ class Run:
         self.facts |= {name: line[name] for name in FACTS if name in line}
         if self.folder is not None:
             self.folder.log(line)
-            epochs = self.parts.dense_epochs if line["stage"] == "dense" else self.config.epochs
-            self.progress.say(epoch_line({**line, "epochs": epochs}, self.config.target))
+            if "top1" in line:
+                epochs = self.parts.dense_epochs if line["stage"] == "dense" else self.config.epochs
+                self.progress.say(epoch_line({**line, "epochs": epochs}, self.config.target))
         if self.config.trackers:
             numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
             self.accelerator.log(numbers, step=self._global_step())

@@ -19,7 +19,7 @@ from conftest import SHARED
 pytestmark = pytest.mark.slow
 
 SHEET, WEIGHTS = SHARED / "data/tiny_imagenet/train_0.jpg", SHARED / "models/vit_tiny_tin128.safetensors"
-TILE, CLASSES, IMAGES = 64, 8, 12
+TILE, CLASSES, IMAGES = 64, 8, 10
 STOPS = (r"^dense +3/5 ", r"^recover +6/15 ")  # lines of output after which Ctrl-C is pressed
 
 

@@ -355,3 +355,16 @@ def test_the_papers_temperature_is_the_special_case() -> None:
             assert schedule.temperature(step) == max(2.0 * 0.98**epoch, 0.05)
     short = Schedule(300, 300)
     assert [short.temperature(s) for s in range(300)] == [max(2.0 * 0.98**e, 0.05) for e in range(300)]
+
+
+def test_units_worth_the_same_are_decided_alike_whatever_the_last_bits_say() -> None:
+    model = hiap.attach(make("augreg", embed_dim=32, num_heads=4))
+    controller = Controller(model, hiap.MacCost(model), 0.5 * hiap.macs(model))
+    size = len(controller.importance)
+    worth = torch.randint(1, 6, (size,), generator=torch.Generator().manual_seed(0)) * 0.2317
+    topologies = []
+    for seed in range(5):
+        noise = 1e-7 * torch.randn(size, generator=torch.Generator().manual_seed(seed))
+        controller.importance.copy_(worth * (1 + noise))
+        topologies.append(controller.decide())
+    assert all(topology == topologies[0] for topology in topologies)

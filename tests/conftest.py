@@ -134,3 +134,8 @@ def write_shards(root: Path, shards: dict[str, list[int]], classes: int = 1000, 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest test first, so that no process waits for it in the end."""
+    items.sort(key=lambda item: "test_story" not in item.nodeid)

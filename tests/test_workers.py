@@ -13,6 +13,8 @@ import pytest
 
 from conftest import write_photos, write_shards
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 10
 
 # Imports once, then ends a process of its own in every way it is told: one a line, as data, workers, way and folder.
@@ -22,8 +24,6 @@ from pathlib import Path
 import torch, webdataset.filters, webdataset.tariterators
 from hiap.data import open_data
 from hiap.images import Augmentation, Loading
-
-pytestmark = pytest.mark.slow
 
 gc.freeze()  # what is imported is not looked through again at every end
 for line in sys.stdin:
@@ -60,9 +60,9 @@ print("then", sum(1 for _ in batches), flush=True)
 raise SystemExit(143)
 """
 ERRORS = {
-    "strict": "ValueError: image 5 of the data set cannot be read (train/cat/5.png)",
+    "strict": "InputError: image 5 of the data set cannot be read (train/cat/5.png)",
     "shard": "cannot be read: unexpected end of data",
-    "label": "ValueError: a label must be from 0 to 9, by the number of classes; found",
+    "label": "InputError: a label must be from 0 to 9, by the number of classes; found",
     "error": "RuntimeError: out of memory",
     "interrupt": "KeyboardInterrupt",
 }

@@ -20,7 +20,7 @@ from hiap.timing import device_name
 
 __all__ = ["plan"]
 
-FEW = 8  # images of a step that is measured on a CPU; a whole batch elsewhere
+FEW, QUICK = 8, 0.02  # images of a step that is measured on a CPU, where a forward of them takes more than so many s
 BATCHES, PATIENCE = 9, 10.0  # that are read to see how fast the data comes, and seconds after which fewer do
 
 
@@ -48,11 +48,11 @@ def estimate(parts: Setup, device: torch.device) -> float:
         if time.perf_counter() - begun > PATIENCE:
             break
     reading = (time.perf_counter() - begun) / len(batches)
-    few = min(FEW, config.batch_size) if device.type == "cpu" else -(-config.batch_size // config.accumulate)
-    x, y = (part[:few].to(device) for part in batches[0])
-    scale = config.batch_size / len(x)
-
     dense = parts.model.to(device)
+    x, y = (part[: -(-config.batch_size // config.accumulate)].to(device) for part in batches[0])
+    if device.type == "cpu" and _timed(lambda: dense.eval()(x[:FEW]), device) > QUICK:
+        x, y = x[:FEW], y[:FEW]
+    scale = config.batch_size / len(x)
     gated = attach(copy.deepcopy(dense), parts.kinds, config.keep_blocks)
     controller = parts.control(gated) if config.target else None
     small = extract(gated, controller.decide(), config.round_to) if controller and config.shrink else gated

@@ -5,6 +5,8 @@ import math
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -167,12 +169,14 @@ class TestWords:
             assert main(command) == 0
         assert f"top-1 {scores['top1']:.2f} %" in capsys.readouterr().out
 
-    def test_warnings_of_the_command_are_one_line(self, capsys: pytest.CaptureFixture[str]) -> None:
-        small = json.dumps(TINY["model_args"])
-        with pytest.warns(UserWarning, match="only"):
-            assert (
-                main(["plan", "--config", "digits", "--model-args", small, "--epochs", "1", "--dense-epochs", "0"]) == 0
-            )
+    def test_warnings_of_the_command_are_one_line(self) -> None:
+        options = ["--config", "digits", "--model-args", json.dumps(TINY["model_args"]), "--epochs", "1"]
+        done = subprocess.run(
+            [sys.executable, "-m", "hiap", "plan", *options, "--dense-epochs", "1"], capture_output=True, text=True
+        )
+        assert done.returncode == 0
+        text = r"warning: the run has only 11 steps \(1 epochs of 11\), too few .* for about 200 steps\n"
+        assert re.fullmatch(text, done.stderr)
 
 
 class TestModelsAndDataOfOnesOwn:

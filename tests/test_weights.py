@@ -18,7 +18,7 @@ import hiap
 from conftest import SMALL
 from hiap.config import Config, ConfigError
 from hiap.start import other_teacher
-from hiap.weights import check_finite, create_model, dense_model, read_weights, unwrapped
+from hiap.weights import check_weights, create_model, dense_model, read_weights, unwrapped
 
 NAME = "vit_tiny_patch16_224"
 DINO = "vit_small_patch14_reg4_dinov2"
@@ -222,7 +222,7 @@ def test_weights_that_are_not_finite_are_refused(value: float, tmp_path: Path) -
         read_weights(str(tmp_path / "file.pth"))
     state["norm.weight"][:] = value
     with pytest.raises(ConfigError, match=r"in blocks.1.mlp.fc1.bias \(and 1 more\)"):
-        check_finite(state, "file.pth")
+        check_weights(state, "file.pth")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from hiap.errors import InputError
 from hiap.families.timm import ViT
 
 __all__ = [
-    "check_finite",
+    "check_weights",
     "create_model",
     "dense_model",
     "load_weights",
@@ -234,7 +234,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
         raise ConfigError(
             f"{path} does not hold weights: a .safetensors or .pth file of tensors is needed ({short_reason(error)})"
         ) from error
-    check_finite(state, path)
+    check_weights(state, path)
     return dict(state)
 
 
@@ -254,7 +254,7 @@ def _check_tensors(state: Any) -> None:
             raise TypeError(f"{SHORT.repr(name)} is sparse, quantised or without values")
 
 
-def check_finite(state: dict[str, Tensor], file: str) -> None:
+def check_weights(state: dict[str, Tensor], file: str) -> None:
     """Refuse weights with values that are not finite.
 
     Raises:

@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import hiap
-from hiap.budget import Controller, Target
-from hiap.compact import Widths
-from hiap.config import Config
-from hiap.cost import expected_counts
-from hiap.data import Data
-from hiap.evaluate import evaluate
-from hiap.gating import PAPER
-from hiap.objective import cost_terms, feasibility_terms
-from hiap.start import make_teacher
-from hiap.train import Run
-from hiap.weights import model_arguments
+from hiap.budget.controller import Controller
+from hiap.budget.target import Target
+from hiap.data.sources import Data
+from hiap.nn.compact import Widths
+from hiap.nn.granularities import PAPER
+from hiap.pruning.count import expected_counts, macs_of_widths
+from hiap.training.config import Config
+from hiap.training.evaluate import evaluate
+from hiap.training.loop import Run
+from hiap.training.objective import cost_terms, feasibility_terms
+from hiap.training.setup import make_teacher, model_arguments
 
 BATCHES = 26  # that one-shot rankings are estimated on
 FIVE = (*PAPER, "qk_dim")
@@ -220,7 +220,7 @@ def magnitude_uniform(run: Peer) -> nn.Module:
 
 def cost_of(run: Peer, topology: hiap.Topology) -> int:
     widths = topology.widths(run.config.round_to)
-    return hiap.cost.macs_of_widths(run.dense, widths)
+    return macs_of_widths(run.dense, widths)
 
 
 def depth(run: Peer) -> nn.Module:

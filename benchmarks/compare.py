@@ -45,19 +45,18 @@ from prune_tiny_imagenet import BASE, STARTS, assignments, configuration, sheets
 from report import CLOCK, KEY, SPEED, read, table, timed
 
 import hiap
-from hiap.bench import runner
-from hiap.budget import BudgetError, Target
-from hiap.compact import Widths
-from hiap.config import Config, read_config
-from hiap.data import ByteData
-from hiap.extraction import shrink
-from hiap.families.timm import image_size, sites
-from hiap.inference import optimize
-from hiap.latency import LatencyTable
-from hiap.start import load_data
-from hiap.timing import device_name, materialise, precision, timings
-from hiap.train import projection_interval
-from hiap.weights import dense_model
+from hiap.budget.controller import BudgetError, Target
+from hiap.budget.latency import LatencyTable
+from hiap.data.sources import ByteData
+from hiap.models.timm import image_size, sites
+from hiap.nn.compact import Widths
+from hiap.pruning.extract import shrink
+from hiap.speed.bench import runner
+from hiap.speed.clock import device_name, materialise, precision, timings
+from hiap.speed.inference import optimize
+from hiap.training.config import Config, read_config
+from hiap.training.loop import projection_interval
+from hiap.training.setup import dense_model, load_data
 
 KEPT = ("top1", "top1_before", "dense_macs", "expected_macs", "undecided", "soft_top1", "hard_top1")
 OF_SEARCH = {  # options that arms without a search do not read

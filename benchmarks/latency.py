@@ -17,10 +17,10 @@ import timm
 import torch
 
 import hiap
-from hiap.families.timm import sites
-from hiap.latency import MODES, LatencyCost, LatencyTable
-from hiap.measuring import measure, network_cost
-from hiap.timing import PRECISIONS, device_name, precision
+from hiap.budget.latency import MODES, PRECISIONS, LatencyCost, LatencyTable
+from hiap.models.timm import sites
+from hiap.speed.clock import device_name, precision
+from hiap.speed.measure import measure, network_cost
 
 
 def random_topology(model: torch.nn.Module, chance: random.Random) -> hiap.Topology:

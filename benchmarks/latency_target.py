@@ -22,14 +22,14 @@ from prune_tiny_imagenet import STARTS, assignments, configuration, sheets
 from tiny_imagenet import CLASSES
 
 import hiap
-from hiap.bench import bench
-from hiap.compact import Widths
-from hiap.extraction import shrink
-from hiap.families.timm import Site, ViT, sites
-from hiap.latency import MODES, LatencyCost, LatencyTable
-from hiap.measuring import measure
-from hiap.timing import materialise
-from hiap.train import prune
+from hiap.budget.latency import MODES, LatencyCost, LatencyTable
+from hiap.models.timm import Site, ViT, sites
+from hiap.nn.compact import Widths
+from hiap.pruning.extract import shrink
+from hiap.speed.bench import bench
+from hiap.speed.clock import materialise
+from hiap.speed.measure import measure
+from hiap.training.loop import prune
 
 RECORD = "record.json"
 

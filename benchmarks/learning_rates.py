@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from prune_tiny_imagenet import configuration
 from tiny_imagenet import CLASSES, validation_images
 
-from hiap.data import Augmentation, ByteData
-from hiap.train import prune
-from hiap.weights import dense_model
+from hiap.data.sources import Augmentation, ByteData
+from hiap.models.weights import dense_model
+from hiap.training.loop import prune
 
 RATES = (5e-4, 2e-4, 1e-3, 1e-4, 5e-5, 2e-3)
 RUNS = {  # images a class, batch size, epochs

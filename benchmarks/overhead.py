@@ -21,7 +21,7 @@ import torch
 from timm.optim import create_optimizer_v2
 
 import hiap
-from hiap.budget import Controller
+from hiap.budget.controller import Controller
 
 IMAGENET, EPOCHS, BATCH, FREEZE = 1_281_167, 300, 256, 0.3
 PROJECT_EVERY = 100

@@ -18,9 +18,9 @@ import yaml
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from tiny_imagenet import CLASSES, validation_images
 
-from hiap.config import Config, read_config
-from hiap.data import Augmentation, ByteData
-from hiap.train import prune
+from hiap.data.sources import Augmentation, ByteData
+from hiap.training.config import Config, read_config
+from hiap.training.loop import prune
 
 HALF = (0.5, 0.5, 0.5)
 STARTS = {  # model, input size, normalisation

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from hiap.config import read_config
-from hiap.state import RunFolder
-from hiap.train import Run
+from hiap.training.config import read_config
+from hiap.training.loop import Run
+from hiap.training.run_folder import RunFolder
 
 SMALL = {
     "model_args": {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "in_chans": 1},

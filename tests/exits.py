@@ -9,8 +9,8 @@ import time
 import safetensors.torch
 import torch
 
-from hiap.cli import main
-from hiap.train import Run
+from hiap.cli.main import main
+from hiap.training.loop import Run
 
 STEP = 2  # of the search, at which it happens
 

@@ -5,10 +5,10 @@ import torch
 
 import hiap
 from conftest import make
-from hiap.allocate import Allocation, Floors, Values
-from hiap.compact import Widths
-from hiap.families.timm import Site, sites
-from hiap.gating import gates_by_block
+from hiap.budget.allocate import Allocation, Floors, Values
+from hiap.models.timm import Site, sites
+from hiap.nn.compact import Widths
+from hiap.pruning.attach import gates_by_block
 from test_gates import ALL, PAPER
 
 MODEL = {"embed_dim": 32, "num_heads": 4, "depth": 2}

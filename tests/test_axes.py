@@ -8,10 +8,10 @@ from torch import Tensor
 
 import hiap
 from conftest import KINDS, images, make
-from hiap.extraction import difference, probe
-from hiap.families.timm import ViT
-from hiap.gating import check_finite
-from hiap.train import Run
+from hiap.models.timm import ViT
+from hiap.pruning.attach import check_finite
+from hiap.pruning.extract import difference, probe
+from hiap.training.loop import Run
 from test_train import noise_data, tiny
 
 

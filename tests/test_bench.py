@@ -8,9 +8,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hiap
 from conftest import images, make
-from hiap.bench import Row, attention_backend, bench, dense_like, find_topology, table
-from hiap.cli import main
-from hiap.timing import precision, timings
+from hiap.cli.main import main
+from hiap.pruning.count import macs_of_widths
+from hiap.speed.bench import Row, attention_backend, bench, dense_like, find_topology, table
+from hiap.speed.clock import precision, timings
 from test_cost import PAPER_TOPOLOGIES, giga
 
 CPU = torch.device("cpu")
@@ -116,7 +117,7 @@ def test_the_papers_topologies_come_along() -> None:
         assert topology == hiap.Topology.from_counts(dense, heads=heads, neurons=neurons)
         for round_to, expected in ((1, macs), (8, padded)):
             widths = topology.widths(round_to)
-            assert giga(hiap.cost.macs_of_widths(dense, widths)) == expected
+            assert giga(macs_of_widths(dense, widths)) == expected
     with pytest.raises(ValueError, match=r"come along: deit_base_10\.1g, deit_base_7\.4g"):
         find_topology("deit_huge")
 

@@ -14,11 +14,11 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import hiap
-from hiap.compact import Widths
-from hiap.config import read_config
-from hiap.data import Augmentation, ByteData
-from hiap.families.timm import sites
-from hiap.latency import LatencyTable
+from hiap.budget.latency import LatencyTable
+from hiap.data.sources import Augmentation, ByteData
+from hiap.models.timm import sites
+from hiap.nn.compact import Widths
+from hiap.training.config import read_config
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(FOLDER))

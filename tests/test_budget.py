@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import hiap
 from conftest import images, make
-from hiap.budget import BudgetError, Controller, Floors, Target
-from hiap.config import Config, ConfigError
-from hiap.schedule import Schedule
-from hiap.start import make_controller, make_cost
+from hiap.budget.controller import BudgetError, Controller, Floors, Target
+from hiap.training.config import Config, ConfigError
+from hiap.training.schedule import Schedule
+from hiap.training.setup import make_controller, make_cost
 from test_gates import ALL, PAPER, scatter_logits
 
 SMALL = {"embed_dim": 32, "num_heads": 4, "depth": 4}

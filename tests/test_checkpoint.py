@@ -17,8 +17,8 @@ from torch import nn
 
 import hiap
 from conftest import images, make
-from hiap.checkpoint import check_savable
-from hiap.families.timm import build, describe
+from hiap.models.timm import build, describe
+from hiap.pruning.saving import check_savable
 from test_gates import granularities, scatter_logits
 
 

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 
 import hiap
 from conftest import SMALL, write_photos
-from hiap.bench import Row, table
-from hiap.cli import main
-from hiap.config import ConfigError, read_config
-from hiap.data import digits
+from hiap.cli.main import main
+from hiap.data.sources import digits
+from hiap.speed.bench import Row, table
+from hiap.training.config import ConfigError, read_config
 
 DIGITS = {"img_size": 8, "patch_size": 2, "embed_dim": 16, "depth": 2, "num_heads": 2, "in_chans": 1, "num_classes": 10}
 NAME = "vit_tiny_patch16_224"
@@ -134,8 +134,10 @@ class TestEvaluate:
         self, given: list[str], batch: int, run_folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         seen = []
-        monkeypatch.setattr("hiap.data.ByteData.val", lambda self, size: seen.append(size) or iter([]))
-        monkeypatch.setattr("hiap.evaluate.evaluate", lambda model, data, size: list(data.val(size)) or FIGURES)
+        monkeypatch.setattr("hiap.data.sources.ByteData.val", lambda self, size: seen.append(size) or iter([]))
+        monkeypatch.setattr(
+            "hiap.training.evaluate.evaluate", lambda model, data, size: list(data.val(size)) or FIGURES
+        )
         assert main(["evaluate", str(run_folder), "--data", "digits", *given]) == 0
         assert seen == [batch]
 

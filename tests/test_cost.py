@@ -8,8 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hiap
 from conftest import images, make
-from hiap.families.timm import sites
-from hiap.gating import gates_by_block, noise_source
+from hiap.models.timm import sites
+from hiap.pruning.attach import gates_by_block, noise_source
 from test_gates import ALL, PAPER, granularities, scatter_logits
 
 PAPER_TOPOLOGIES = {  # the paper's layer table for DeiT-Base, with the MACs it follows from

@@ -7,8 +7,8 @@ import torch
 
 import hiap
 from conftest import images, make
-from hiap.bench import MODES, bench
-from hiap.gating import noise_source
+from hiap.pruning.attach import noise_source
+from hiap.speed.bench import WAYS, bench
 from test_gates import ALL, scatter_logits
 
 DEVICE = torch.device("cuda")
@@ -47,8 +47,8 @@ def test_the_draw_depends_on_the_seed_alone() -> None:
 def test_networks_are_timed_in_every_mode() -> None:
     model = make().float()
     compact = hiap.extract(model, hiap.Topology.from_counts(model, heads=[1, None, 2], value_dims=[4, [], 8]))
-    rows = bench({"dense": model, "compact": compact}, DEVICE, [2], ["fp32", "tf32", "bf16", "fp16"], MODES, 1, 2)
-    assert len(rows) == 4 * 4 * len(MODES) and all(row.ms > 0 for row in rows)
+    rows = bench({"dense": model, "compact": compact}, DEVICE, [2], ["fp32", "tf32", "bf16", "fp16"], WAYS, 1, 2)
+    assert len(rows) == 4 * 4 * len(WAYS) and all(row.ms > 0 for row in rows)
     assert {p.device.type for p in model.parameters()} == {"cpu"}
 
 

@@ -14,11 +14,11 @@ from timm.data.readers.img_extensions import is_img_extension
 
 import hiap
 from conftest import write_photos, write_shards
-from hiap.cli import main
-from hiap.config import read_config
-from hiap.data import Augmentation, ByteData, Data, digits, mix_seed, open_data
-from hiap.images import Loading
-from hiap.start import load_data, note_preprocessing
+from hiap.cli.main import main
+from hiap.data.images import Loading
+from hiap.data.sources import Augmentation, ByteData, Data, digits, mix_seed, open_data
+from hiap.training.config import read_config
+from hiap.training.setup import load_data, note_preprocessing
 
 HALF = ((0.5,) * 3, (0.5,) * 3)
 CPU = torch.device("cpu")
@@ -194,7 +194,7 @@ def test_a_folder_is_pruned_and_evaluated(photos: Path, tmp_path: Path, capsys: 
         "workers": 0,
         "mixup": 0.5,
     }
-    from hiap.train import prune
+    from hiap.training.loop import prune
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -302,7 +302,7 @@ class TestStreams:
             opened(f"wds/none:{tmp_path}")
         with pytest.raises(ValueError, match=r"no timm data set that can be read \(torch/\.\.\., .*wds/\.\.\.\)"):
             opened("wds:" + str(tmp_path))
-        monkeypatch.setattr("hiap.data.find_spec", lambda name: None)
+        monkeypatch.setattr("hiap.data.sources.find_spec", lambda name: None)
         with pytest.raises(ValueError, match="is read with webdataset, which is missing: pip install webdataset"):
             opened(shards)
 

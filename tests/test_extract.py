@@ -8,8 +8,8 @@ from torch import nn
 
 import hiap
 from conftest import images, make
-from hiap import compact as plain
-from hiap.extraction import TOLERANCE
+from hiap.nn import compact as plain
+from hiap.pruning.extract import TOLERANCE
 from test_cost import counted_macs
 from test_gates import ALL, granularities, scatter_logits
 

@@ -16,10 +16,10 @@ import torch
 from PIL import Image
 
 from conftest import write_photos, write_shards
-from hiap.config import ConfigError, read_config
-from hiap.data import Augmentation, FolderData, check_source, open_data
-from hiap.files import split_off
-from hiap.images import Loading
+from hiap.data.files import split_off
+from hiap.data.images import Loading
+from hiap.data.sources import Augmentation, FolderData, check_source, open_data
+from hiap.training.config import ConfigError, read_config
 
 PLAIN = Loading((16, 16), ((0.5,) * 3, (0.5,) * 3), Augmentation(policy=None), torch.device("cpu"), workers=0)
 
@@ -354,7 +354,7 @@ class TestHub:
         ):
             monkeypatch.setattr(module, name, value, raising=False)
         monkeypatch.setitem(sys.modules, "datasets", module)
-        monkeypatch.setattr("hiap.data.find_spec", lambda name: True)
+        monkeypatch.setattr("hiap.data.sources.find_spec", lambda name: True)
         monkeypatch.delitem(sys.modules, "timm.data.readers.reader_hfds", raising=False)
         return texts
 
@@ -408,7 +408,7 @@ def test_names_that_sort_alike_have_one_order(tmp_path: Path) -> None:
         (tmp_path / "photos" / name).mkdir(parents=True)
         for i in range(2):
             Image.new("RGB", (4, 4)).save(tmp_path / "photos" / name / f"{i}.png")
-    code = "import sys; from hiap.files import list_folder; print(list_folder(sys.argv[1], 0.5)[0].class_names)"
+    code = "import sys; from hiap.data.files import list_folder; print(list_folder(sys.argv[1], 0.5)[0].class_names)"
     orders = [
         subprocess.run(
             [sys.executable, "-c", code, str(tmp_path / "photos")],

@@ -11,11 +11,11 @@ import torch
 
 import hiap
 from conftest import make
-from hiap.budget import BudgetError, Controller, Floors
-from hiap.cost import Cost, MacCost, ParamCost
-from hiap.families.timm import sites
-from hiap.granularities import GRANULARITIES
-from hiap.latency import LatencyCost, LatencyTable
+from hiap.budget.controller import BudgetError, Controller, Floors
+from hiap.budget.cost import Cost, MacCost, ParamCost
+from hiap.budget.latency import LatencyCost, LatencyTable
+from hiap.models.timm import sites
+from hiap.nn.granularities import GRANULARITIES
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ import timm
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from hiap.cli import main
-from hiap.config import help_of, read_config
+from hiap.cli.main import main
+from hiap.training.config import help_of, read_config
 
 pytestmark = pytest.mark.slow
 

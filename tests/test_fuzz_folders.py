@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import hiap
 from conftest import images, make
-from hiap.checkpoint import DIGEST, TENSORS_DIGEST, _digest
+from hiap.pruning.saving import DIGEST, TENSORS_DIGEST, _digest
 
 pytestmark = pytest.mark.slow
 

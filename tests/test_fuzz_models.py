@@ -17,7 +17,7 @@ from torch import nn
 
 import hiap
 from conftest import images, randomise
-from hiap.checkpoint import check_savable
+from hiap.pruning.saving import check_savable
 from test_cost import counted_macs
 
 pytestmark = pytest.mark.slow

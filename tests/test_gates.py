@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hiap
 from conftest import images, make
-from hiap.gate import GatedLinear
-from hiap.gating import gates_by_block, noise_source
+from hiap.nn.gates import GatedLinear
+from hiap.pruning.attach import gates_by_block, noise_source
 from reference import naive_forward
 
 ALL = hiap.GRANULARITIES

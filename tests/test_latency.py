@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 
 import hiap
 from conftest import make
-from hiap.allocate import Allocation, Floors
-from hiap.budget import BudgetError, Controller, Target
-from hiap.cli import main
-from hiap.compact import Widths
-from hiap.config import ConfigError, read_config
-from hiap.families.timm import sites
-from hiap.gating import gates_by_block
-from hiap.latency import LatencyCost, LatencyError, LatencyTable
-from hiap.measuring import measure, network_cost
-from hiap.state import RunError
-from hiap.train import prune
+from hiap.budget.allocate import Allocation, Floors
+from hiap.budget.controller import BudgetError, Controller, Target
+from hiap.budget.latency import LatencyCost, LatencyError, LatencyTable
+from hiap.cli.main import main
+from hiap.models.timm import sites
+from hiap.nn.compact import Widths
+from hiap.pruning.attach import gates_by_block
+from hiap.speed.measure import measure, network_cost
+from hiap.training.config import ConfigError, read_config
+from hiap.training.loop import prune
+from hiap.training.run_folder import RunError
 from test_budget import observed
 from test_gates import ALL
 

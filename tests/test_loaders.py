@@ -18,9 +18,8 @@ from torch.utils.data import (
 )
 
 import hiap
-from hiap.config import Config
-from hiap.data import as_data
-from hiap.start import steps_per_epoch
+from hiap.training.config import Config
+from hiap.training.setup import as_data, steps_per_epoch
 
 CPU = torch.device("cpu")
 

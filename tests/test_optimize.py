@@ -6,7 +6,7 @@ import torch
 
 import hiap
 from conftest import images, make
-from hiap.inference import Optimized, Stem
+from hiap.speed.inference import Optimized, Stem
 from test_extract import close
 
 

@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 
 import hiap
 from conftest import make
-from hiap.cli import _parser, main
-from hiap.config import FIRST, GROUPS, help_of
+from hiap.cli.main import _parser, main
+from hiap.training.config import FIRST, GROUPS, help_of
 
 OPTIONAL = [
     "accelerate",
@@ -158,7 +158,7 @@ def test_evaluation_needs_no_training_extra(tmp_path: Path, monkeypatch: pytest.
     model = make("one_channel", num_classes=10).float()
     hiap.save(hiap.extract(model, hiap.Topology.from_counts(model, heads=[1, 2, 3])), tmp_path / "compact")
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    monkeypatch.delitem(sys.modules, "hiap.train", raising=False)
+    monkeypatch.delitem(sys.modules, "hiap.training.loop", raising=False)
     assert main(["evaluate", str(tmp_path / "compact"), "--data", "digits"]) == 0
     assert main(["demo", "--out", str(tmp_path / "run")]) == 1
 
@@ -203,7 +203,7 @@ def test_bugs_keep_their_traceback_and_errors_of_users_do_not(
         raise ValueError("a bug")
 
     with monkeypatch.context() as patch:
-        patch.setattr("hiap.plan.plan", broken)
+        patch.setattr("hiap.training.plan.plan", broken)
         with pytest.raises(ValueError, match="a bug"):
             main(["plan", "--config", "digits"])
     assert main(["plan", "--config", "digits", "--batch-size", "9999"]) == 1
@@ -233,5 +233,5 @@ for name in hiap.__all__:
     subprocess.run([sys.executable, "-c", code], check=True)
     subprocess.run([sys.executable, "-c", "import timm, hiap; assert timm.is_model('hiap_vit')"], check=True)
     for arguments in (["--version"], ["--help"], ["prune", "--help"]):
-        code = f"import sys; from hiap.cli import main\ntry: main({arguments})\nexcept SystemExit: pass\n"
+        code = f"import sys; from hiap.cli.main import main\ntry: main({arguments})\nexcept SystemExit: pass\n"
         subprocess.run([sys.executable, "-c", code + "assert 'torch' not in sys.modules"], check=True)

@@ -17,14 +17,14 @@ from safetensors.torch import load_file, save_file
 
 import hiap
 from conftest import write_photos
-from hiap.cli import main
-from hiap.config import ConfigError, read_config
-from hiap.plan import plan
-from hiap.progress import clock, epoch_line
-from hiap.schedule import dense_rate, pruning_rate
-from hiap.start import Setup
-from hiap.state import RunError
-from hiap.train import Run, prune
+from hiap.cli.main import main
+from hiap.training.config import ConfigError, read_config
+from hiap.training.loop import Run, prune
+from hiap.training.plan import plan
+from hiap.training.progress import clock, epoch_line
+from hiap.training.run_folder import RunError
+from hiap.training.schedule import dense_rate, pruning_rate
+from hiap.training.setup import Setup
 from test_train import TINY, noise_data, tiny
 
 CPU = torch.device("cpu")
@@ -467,7 +467,7 @@ class TestInterruptions:
     def test_a_signal_in_an_evaluation_that_is_made_up_for_ends_the_run_too(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from hiap.evaluate import Interrupted
+        from hiap.training.evaluate import Interrupted
 
         accuracy = Run._accuracy
 
@@ -538,7 +538,7 @@ class TestInterruptions:
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr("hiap.train.save", full)
+            patch.setattr("hiap.training.loop.save", full)
             with pytest.raises(
                 RunError, match=r"cannot be saved: .*No space left.* is whole in .*checkpoint-0+8: mend"
             ):

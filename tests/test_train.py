@@ -16,17 +16,17 @@ from safetensors.torch import load_file
 import hiap
 from conftest import images, make, write_photos
 from driver import SMALL
-from hiap.budget import BudgetError
-from hiap.config import Config, ConfigError, read_config, recipes
-from hiap.data import Augmentation, ByteData
-from hiap.extraction import slices
-from hiap.gating import gates_by_block
-from hiap.objective import Teacher, distillation, feature_distance, task_loss, watch_blocks, watched_blocks
-from hiap.optimizer import carry_optimizer
-from hiap.plan import plan
-from hiap.state import RunError, RunFolder, load_checkpoint
-from hiap.train import Run, prune
-from hiap.weights import read_weights
+from hiap.budget.controller import BudgetError
+from hiap.data.sources import Augmentation, ByteData
+from hiap.models.weights import read_weights
+from hiap.pruning.attach import gates_by_block
+from hiap.pruning.extract import slices
+from hiap.training.config import Config, ConfigError, read_config, recipes
+from hiap.training.loop import Run, prune
+from hiap.training.objective import Teacher, distillation, feature_distance, task_loss, watch_blocks, watched_blocks
+from hiap.training.optimizer_state import carry_optimizer
+from hiap.training.plan import plan
+from hiap.training.run_folder import RunError, RunFolder, load_checkpoint
 
 TINY = {**SMALL, "dense_epochs": 0, "ema": 0.0, "mixup": 0.0, "distill_features": 0.0, "eval_every": 1000}
 
@@ -442,7 +442,7 @@ class TestReliability:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr("hiap.state.shutil.rmtree", killed)
+            patch.setattr("hiap.training.run_folder.shutil.rmtree", killed)
             folder.save(3, {"x": torch.zeros(2)}, {"stage": "search"})
         saved = load_checkpoint(tmp_path / "run")
         assert saved is not None and saved[1] == {"stage": "search"} and not saved[0]["x"].any()
@@ -687,7 +687,7 @@ def test_tensorboard_gets_the_loss_terms(tmp_path: Path) -> None:
 def test_a_tracker_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"trackers must be some of tensorboard, wandb; found \['logbook'\]"):
         tiny(trackers=["logbook"])
-    monkeypatch.setattr("hiap.config.find_spec", lambda name: None)
+    monkeypatch.setattr("hiap.training.config.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"the tracker wandb is not installed: pip install 'hiap\[wandb\]'"):
         tiny(trackers=["wandb"])
 

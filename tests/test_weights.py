@@ -16,9 +16,9 @@ from torch import Tensor
 
 import hiap
 from conftest import SMALL
-from hiap.config import Config, ConfigError
-from hiap.start import other_teacher
-from hiap.weights import check_weights, create_model, dense_model, read_weights, unwrapped
+from hiap.models.weights import check_weights, create_model, read_weights, unwrapped
+from hiap.training.config import Config, ConfigError
+from hiap.training.setup import dense_model, other_teacher
 
 NAME = "vit_tiny_patch16_224"
 DINO = "vit_small_patch14_reg4_dinov2"

@@ -22,8 +22,8 @@ SCRIPT = """
 import gc, json, os, signal, sys, time
 from pathlib import Path
 import torch, webdataset.filters, webdataset.tariterators
-from hiap.data import open_data
-from hiap.images import Augmentation, Loading
+from hiap.data.sources import open_data
+from hiap.data.images import Augmentation, Loading
 
 gc.freeze()  # what is imported is not looked through again at every end
 for line in sys.stdin:

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 from hiap.registration import register
 
 if TYPE_CHECKING:
-    from hiap.axes import align_heads
-    from hiap.budget import Controller, Floors
-    from hiap.checkpoint import load, save
-    from hiap.config import Config, read_config
-    from hiap.cost import Counts, MacCost, ParamCost, expected_counts, hard_counts, macs
-    from hiap.data import Data, LoaderData
+    from hiap.budget.controller import Controller, Floors
+    from hiap.budget.cost import MacCost, ParamCost
+    from hiap.budget.latency import LatencyCost, LatencyTable
+    from hiap.data.loaders import LoaderData
+    from hiap.data.sources import Data
     from hiap.errors import (
         BudgetError,
         CheckpointError,
@@ -35,16 +34,19 @@ if TYPE_CHECKING:
         TopologyError,
         UnsupportedModelError,
     )
-    from hiap.extraction import Provenance, extract
-    from hiap.gate import Gate
-    from hiap.gating import attach, detach, gates, parameter_groups, set_gates, weight_groups
-    from hiap.granularities import GRANULARITIES
-    from hiap.inference import compiled, optimize
-    from hiap.latency import LatencyCost, LatencyTable
-    from hiap.measuring import measure
-    from hiap.schedule import Schedule
-    from hiap.topology import BlockTopology, Topology, harden, set_topology
-    from hiap.train import prune
+    from hiap.nn.gates import Gate
+    from hiap.nn.granularities import GRANULARITIES
+    from hiap.pruning.align import align_heads
+    from hiap.pruning.attach import attach, detach, gates, parameter_groups, set_gates, weight_groups
+    from hiap.pruning.count import Counts, expected_counts, hard_counts, macs
+    from hiap.pruning.extract import Provenance, extract
+    from hiap.pruning.saving import load, save
+    from hiap.pruning.topology import BlockTopology, Topology, harden, set_topology
+    from hiap.speed.inference import compiled, optimize
+    from hiap.speed.measure import measure
+    from hiap.training.config import Config, read_config
+    from hiap.training.loop import prune
+    from hiap.training.schedule import Schedule
 
 __version__ = version("hiap")
 
@@ -98,24 +100,26 @@ __all__ = [
 ]
 
 _MODULES = {  # and the names each of them gives to the package
-    "axes": "align_heads",
-    "budget": "Controller Floors",
-    "checkpoint": "load save",
-    "config": "Config read_config",
-    "cost": "Counts MacCost ParamCost expected_counts hard_counts macs",
-    "data": "Data LoaderData",
+    "budget.controller": "Controller Floors",
+    "budget.cost": "MacCost ParamCost",
+    "budget.latency": "LatencyCost LatencyTable",
+    "data.loaders": "LoaderData",
+    "data.sources": "Data",
     "errors": "BudgetError CheckpointError ConfigError ExtractionError HiapError InputError LatencyError RunError "
     "TopologyError UnsupportedModelError",
-    "extraction": "Provenance extract",
-    "gate": "Gate",
-    "gating": "attach detach gates parameter_groups set_gates weight_groups",
-    "granularities": "GRANULARITIES",
-    "inference": "compiled optimize",
-    "latency": "LatencyCost LatencyTable",
-    "measuring": "measure",
-    "schedule": "Schedule",
-    "topology": "BlockTopology Topology harden set_topology",
-    "train": "prune",
+    "nn.gates": "Gate",
+    "nn.granularities": "GRANULARITIES",
+    "pruning.align": "align_heads",
+    "pruning.attach": "attach detach gates parameter_groups set_gates weight_groups",
+    "pruning.count": "Counts expected_counts hard_counts macs",
+    "pruning.extract": "Provenance extract",
+    "pruning.saving": "load save",
+    "pruning.topology": "BlockTopology Topology harden set_topology",
+    "speed.inference": "compiled optimize",
+    "speed.measure": "measure",
+    "training.config": "Config read_config",
+    "training.loop": "prune",
+    "training.schedule": "Schedule",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from hiap.cli import main
+from hiap.cli.main import main
 
 sys.exit(main())

@@ -15,7 +15,7 @@ __all__ = ["hiap_vit", "register"]
 
 def hiap_vit(pretrained: bool = False, pretrained_cfg: Any = None, **options: Any) -> Any:
     """timm's entry point, for `timm.create_model("local-dir:FOLDER")`; the weights are always loaded."""
-    from hiap.checkpoint import load_for_timm
+    from hiap.pruning.saving import load_for_timm
 
     return load_for_timm(pretrained_cfg, **options)
 

@@ -1,0 +1,248 @@
+"""A budget that is met: gates are held on a falling cost while they compete, and the last decision is exact.
+
+Every unit has a value. The allocation of the budget (`allocate`) tells which widths keep most of it, counted on the
+network that extraction would build, padding included; the logits of the gates are set to the distance of each unit from
+the last one that is kept. At the freeze the same allocation decides. The cost is never above the target.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hiap.budget.allocate import Allocation, Floors, Values
+from hiap.budget.cost import Cost
+from hiap.budget.target import BudgetError, Target
+from hiap.errors import InputError
+from hiap.models import timm as family
+from hiap.nn.compact import Widths
+from hiap.pruning.attach import gates, gates_by_block, is_gated
+from hiap.pruning.topology import BlockTopology, Topology, harden
+
+__all__ = ["BudgetError", "Controller", "Floors", "Target"]
+
+MACRO = ("head", "attention")  # the gates of the macro term; the others belong to the micro term
+LIMIT = 8.0  # logits are held within it: p = 0.9997 and 0.0003
+DIGITS = 5  # of a value that count in the decision
+NOTHING = 1e-30  # least value of a unit: its logarithm is taken
+LEAST = 1e-200  # of learned values, the best being 1: shares of them are taken
+
+
+class Controller:
+    """Holds the gates of a model on a budget and decides the topology.
+
+    Args:
+        cost: of the network; its `block` counts a block of given widths exactly.
+        target: absolute, in the unit of the cost.
+        ratio: macro to micro. Units of a kind give way as if their cost were multiplied by its part; 0 protects a kind.
+        mode: "importance" values a unit by its squared gate gradient and sets the logits; "gradient" leaves them to the
+            optimiser, shifts them down together, and takes them for the value of a unit per cost.
+        window: observations the importance is averaged over.
+
+    Attributes:
+        widths: padded widths of the blocks at the last projection.
+
+    Raises:
+        BudgetError: the target is out of reach; the message has the range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cost: Cost,
+        target: float,
+        ratio: tuple[float, float] = (1.0, 1.0),
+        floors: Floors | None = None,
+        round_to: int = 8,
+        mode: str = "importance",
+        window: int = 100,
+    ) -> None:
+        if not is_gated(model):
+            raise InputError("the model has no gates; attach them with hiap.attach first")
+        if mode not in ("importance", "gradient"):
+            raise InputError(f"mode must be 'importance' or 'gradient'; found {mode!r}")
+        if min(ratio) < 0 or max(ratio) == 0:
+            raise BudgetError(f"macro:micro {ratio[0]:g}:{ratio[1]:g} must not be negative, and not both zero")
+        self.sites = family.sites(model)
+        self.kinds = gates_by_block(model)
+        self.model, self.cost, self.round_to = model, cost, round_to
+        self.target, self.mode, self.window = target, mode, window
+        if ratio[0] and all("qk_dim" in kinds for kinds in self.kinds if kinds) and ratio[0] != ratio[1]:
+            raise BudgetError(
+                "with qk_dim gates nothing of a head is fixed and the macro term is empty: leave the ratio 1:1"
+            )
+        self.weight = {kind: ratio[0] if kind in MACRO else ratio[1] for kinds in self.kinds for kind in kinds}
+        self.all_gates = list(gates(model))
+        size = sum(gate.logit.numel() for gate in self.all_gates)
+        device = self.all_gates[0].logit.device
+        self.gradient = torch.zeros(size, device=device)
+        self.importance = torch.zeros(size, device=device)
+        self.observations = 0
+        if mode == "importance":
+            for gate, part in zip(self.all_gates, self._split(self.gradient), strict=True):
+                gate.gradient = part
+        self.widths = [site.widths for site in self.sites]
+        self.dense_cost = cost.of_widths(model, self.widths)
+        movable = [{kind for kind in kinds if self.weight[kind]} for kinds in self.kinds]
+        self.allocation = Allocation(self.sites, movable, cost, floors, round_to)
+        self.low = self.allocation.least
+        if not self.low <= target < self.dense_cost:
+            raise BudgetError(
+                f"a target of {cost.say(target)} ({target / self.dense_cost:.1%}) is out of reach: floors, gates and "
+                f"the ratio {ratio[0]:g}:{ratio[1]:g} allow {cost.say(self.low)} ({self.low / self.dense_cost:.1%}) up "
+                f"to {cost.say(self.dense_cost)} (100%, the dense model)"
+            )
+
+    def observe(self, reduce: Callable[[Tensor], Tensor] = lambda x: x, scale: float = 1.0) -> None:
+        """Take in the gate gradients of one optimiser step. Those that are not finite (float16) change nothing.
+
+        Args:
+            reduce: mean over processes.
+            scale: the factor the loss was multiplied by.
+        """
+        if self.mode != "importance":
+            return
+        gradient = reduce(self.gradient / scale)
+        self.observations += 1
+        found = gradient.square()
+        found = torch.where(found.isfinite().all(), found, self.importance)  # no look at the device
+        self.importance.lerp_(found, 1 / min(self.observations, self.window))
+        self.gradient.zero_()
+
+    def restore(self, importance: Tensor, observations: int) -> None:
+        """Take up the state of an earlier controller; the logits come with the model."""
+        self.importance.copy_(importance)
+        self.observations = observations
+
+    @torch.no_grad()
+    def project(self, allowed: float, sharpness: float) -> None:
+        """Set or move the logits so that the hard, padded network costs no more than `allowed`."""
+        allowed = max(allowed, self.target)
+        if self.mode == "gradient":
+            return self._shift(allowed)
+        values = self.values()
+        losses = self.allocation.losses(values)
+        chosen, rate = self.allocation.spend(losses, allowed)
+        self.widths = self.allocation.widths(chosen)
+        inside, level = self.allocation.inside(chosen, losses, rate)
+        logits = [
+            (kinds[kind], ((value.log() - _bound(value.log(), kind, widths, worth[kind])) * sharpness).flatten())
+            for kinds, block, widths, worth in zip(
+                self.kinds, values, self.allocation.widths(inside), level, strict=True
+            )
+            for kind, value in block.items()
+        ]
+        first = self.all_gates[0].logit
+        flat = torch.cat([logit for _, logit in logits]).clamp(-LIMIT, LIMIT).to(first.device, first.dtype)
+        for (gate, _), part in zip(logits, torch.split(flat, [len(logit) for _, logit in logits]), strict=True):
+            gate.logit.copy_(part)
+
+    def _shift(self, allowed: float) -> None:
+        """Lower all movable logits together, as little as it takes to fit."""
+        moved = [(gate, gate.logit.clone(), self.weight[kind]) for kinds in self.kinds for kind, gate in kinds.items()]
+        worths = torch.cat([logit / weight for _, logit, weight in moved if weight]).sort().values.clamp(min=0).tolist()
+        worths.append(worths[-1] * (1 + 1e-6))  # rounding may leave the last one open
+
+        def fits(shift: float) -> bool:
+            for gate, logit, weight in moved:
+                gate.logit.copy_((logit - shift * weight).clamp(-LIMIT, LIMIT))
+            self.widths = harden(self.model).widths(self.round_to)
+            return self.cost.of_widths(self.model, self.widths) <= allowed
+
+        if not fits(0.0):
+            fits(worths[bisect_left(worths, True, key=fits)])
+
+    def decide(self) -> Topology:
+        """The topology, without zero padding: never above the target, and at most 1 % below it.
+
+        Where units are so large that no network is within 1 %, it is the one that comes nearest.
+
+        Values are rounded to five digits first, and of equal units the first stay: units that are worth the same are
+        decided alike, whatever the last bits of a run say. Runs whose values agree to some digits (one process against
+        two) mostly agree in the topology, but not always: two units can lie just where one is cut.
+        """
+        values = [{kind: _rounded(value) for kind, value in block.items()} for block in self.values()]
+        losses = self.allocation.losses(values)
+        widths = self.allocation.widths(self.allocation.settle(losses, self.target))
+        blocks = tuple(
+            _block_topology(now, {kind: _rank(kind, value) for kind, value in block.items()})
+            for now, block in zip(widths, values, strict=True)
+        )
+        return Topology(blocks, tuple(site.widths for site in self.sites))
+
+    def values(self) -> list[Values]:
+        """What is lost with each movable unit, in CPU float64."""
+        known = self.importance if self.mode == "importance" else torch.cat([gate.logit for gate in self.all_gates])
+        known = known.detach().cpu().double()
+        if not known.isfinite().all():
+            raise InputError("the values of some gates are not finite: the run that trained them has diverged")
+        parts = dict(zip(map(id, self.all_gates), self._split(known), strict=True))
+        values = [
+            {kind: parts[id(gate)].view(gate.shape) for kind, gate in kinds.items() if self.weight[kind]}
+            for kinds in self.kinds
+        ]
+        if self.mode == "importance":
+            return [{k: value / self.weight[k] + NOTHING for k, value in block.items()} for block in values]
+        worths = [{kind: value / self.weight[kind] for kind, value in block.items()} for block in values]
+        top = max(float(worth.max()) for block in worths for worth in block.values())
+        return [
+            {kind: (worth - top).exp().clamp(min=LEAST) * max(price[kind], NOTHING) for kind, worth in block.items()}
+            for block, price in zip(worths, self.allocation.prices(), strict=True)
+        ]
+
+    def _split(self, flat: Tensor) -> Sequence[Tensor]:
+        return torch.split(flat, [gate.logit.numel() for gate in self.all_gates])
+
+
+def _rounded(values: Tensor) -> Tensor:
+    """Positive values to so many significant digits that noise in the last bits of float32 is gone."""
+    scale = 10.0 ** (DIGITS - 1 - values.log10().floor())
+    return (values * scale).round() / scale
+
+
+def _bound(values: Tensor, kind: str, widths: Widths, level: float) -> Tensor:
+    """Where units begin to be open: at the level, if it is between those that are kept and those that are not.
+
+    Args:
+        values: logarithms.
+        widths: of the block, were its branches open: units inside a closed branch keep their own ranking, so that the
+            branch can come back.
+        level: the value from which on a unit is worth its cost.
+    """
+    bound = torch.full((1,), level, dtype=values.dtype).log()
+    kept = {"head": widths.heads, "value_dim": widths.value_dim, "qk_dim": widths.qk_dim, "neuron": widths.neurons}
+    if kind not in kept:
+        return bound
+    rows, count = values.view(1, -1) if kind in ("head", "neuron") else values, kept[kind] or 0
+    ends = torch.full((len(rows), 1), math.inf, dtype=values.dtype)
+    ordered = torch.cat([ends, rows.sort(dim=-1, descending=True).values, -ends], dim=-1)
+    least, most = ordered[:, count], ordered[:, count + 1]  # of those that are kept, of the others
+    middle = (least.clamp(max=most + 2.0) + most.clamp(min=least - 2.0)) / 2
+    return torch.where((bound > most) & (bound < least), bound, middle).view(-1, *[1] * (values.ndim - 1))
+
+
+def _rank(kind: str, values: Tensor) -> Tensor:
+    """Indices from the most to the least worth: of heads or neurons, or of the dims of each head."""
+    return (values.flatten() if kind == "head" else values).argsort(dim=-1, descending=True, stable=True)
+
+
+def _block_topology(now: Widths, rank: dict[str, Tensor]) -> BlockTopology:
+    """The units of greatest worth that fill these widths exactly."""
+
+    def best(kind: str, count: int, head: int | None = None) -> tuple[int, ...]:
+        if kind not in rank:
+            return tuple(range(count))
+        order = rank[kind] if head is None else rank[kind][head]
+        return tuple(sorted(order[:count].tolist()))
+
+    heads = None if now.heads is None else best("head", now.heads)
+    return BlockTopology(
+        heads,
+        tuple(best("value_dim", now.value_dim, h) for h in heads or ()),
+        tuple(best("qk_dim", now.qk_dim, h) for h in heads or ()),
+        None if now.neurons is None else best("neuron", now.neurons),
+    )

@@ -1,0 +1,230 @@
+"""Lists of image files: folders with a folder a class, CSV tables, and parts of them."""
+
+from __future__ import annotations
+
+import csv
+import os
+import warnings
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from timm.data.readers.img_extensions import get_img_extensions
+from timm.utils.misc import natural_key
+
+from hiap.data.images import mix_seed, named
+from hiap.errors import InputError
+
+__all__ = ["Files", "Listing", "folder_parts", "list_folder", "read_table", "split_off"]
+
+EXTENSIONS = (".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")  # of images, besides timm's own
+VALIDATION = ("val", "validation", "valid", "test")  # names of the validation part; the first found is taken
+HINT = "without a validation part, pass --val-split 0.1 to take a tenth of the training images"
+Listing = list[tuple[str, str]]  # paths and the names of their classes
+
+
+class Files:
+    """Images by their paths, with the label of each.
+
+    Args:
+        listing: paths and names of classes.
+        class_names: in the order of their labels.
+        root: what paths are told relative to.
+    """
+
+    def __init__(self, listing: Listing, class_names: list[str], root: str) -> None:
+        index = {name: label for label, name in enumerate(class_names)}
+        self.paths = [path for path, _ in listing]
+        self.labels = [index[name] for _, name in listing]
+        self.class_names, self.root = class_names, root
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def name(self, index: int) -> str:
+        return os.path.relpath(self.paths[index], self.root)
+
+
+def folder_parts(data: str, share: float | None) -> tuple[bool, list[str]]:
+    """Whether the folders of classes are right in a folder, and the names of its validation parts.
+
+    Raises:
+        ValueError: the folder is not of a form that `list_folder` reads.
+    """
+    found = sorted(entry.name for entry in os.scandir(data) if entry.is_dir())
+    parts = [name for name in VALIDATION if name in found]
+    whole = "train" not in found
+    if (share is None and (whole or not parts)) or (whole and (parts or not found)):
+        hint = f"; {HINT}" if share is None else ""
+        raise InputError(
+            f"{data} must hold the folders train and val, each with one folder for every class; found {found}{hint}"
+        )
+    return whole, parts
+
+
+def list_folder(data: str, share: float | None) -> tuple[Files, Files]:
+    """The training and validation images of a folder.
+
+    `train` beside `val`, `validation`, `valid` or `test`, with a folder a class in each; or class folders alone.
+
+    Args:
+        share: of the training images, for validation; a validation folder is then left alone.
+
+    Raises:
+        ValueError: the folder is not of this form.
+    """
+    whole, parts = folder_parts(data, share)
+    train = _walk(data if whole else os.path.join(data, "train"), data)
+    if share is not None:
+        class_names = _class_names(train, data)
+        return _parted(train, class_names, data, share)
+    if len(set(parts) - {"test"}) > 1:
+        warnings.warn(f"{data} has the folders {', '.join(parts)}: {parts[0]} is taken for validation", stacklevel=2)
+    val = _walk(os.path.join(data, parts[0]), data)
+    class_names = _class_names(train, data)
+    return Files(train, class_names, data), Files(_trained(val, class_names, data), class_names, data)
+
+
+def read_table(data: str, share: float | None) -> tuple[Files, Files]:
+    """The training and validation images of a CSV file: path, label and, where it has one, split.
+
+    Paths are relative to its folder. A first line `path,label` or `path,label,split` is a header.
+
+    Args:
+        share: of the training images, for validation; lines with another split are then left alone.
+
+    Raises:
+        ValueError: a line or a file is missing or wrong.
+    """
+    root = os.path.dirname(os.path.abspath(data))
+    parts: dict[str, Listing] = defaultdict(list)
+    width = 0
+    with open(data, newline="", encoding="utf-8-sig") as file:
+        rows = csv.reader(file)
+        for cells in _cells(rows, data):
+            if not any(cells) or (not width and [cell.lower() for cell in cells[:2]] == ["path", "label"]):
+                continue
+            width = width or len(cells)
+            if len(cells) != width or width not in (2, 3) or not all(cells):
+                raise InputError(
+                    f"line {rows.line_num} of {data} must be path,label or path,label,split; found {cells}"
+                )
+            part = cells[2].lower() if width == 3 else "train"
+            if part not in ("train", *VALIDATION):
+                raise InputError(f"line {rows.line_num} of {data}: the split must be train or val; found {cells[2]!r}")
+            parts[part].append((os.path.join(root, cells[0]), cells[1]))
+    train, other = parts["train"], parts["val"] + parts["validation"] + parts["valid"] or parts["test"]
+    if not train:
+        raise InputError(f"{data} must list training images, one a line as path,label; found none")
+    missing = [path for path, _ in (*train, *other) if not os.path.isfile(path)]
+    if missing:
+        told = named([os.path.relpath(path, root) for path in missing])
+        raise InputError(f"{len(missing)} files of {data} are missing: {told}; paths are relative to {root}")
+    class_names = _class_names(train, data)
+    if share is not None:
+        return _parted(train, class_names, root, share)
+    if not other:
+        raise InputError(f"{data} has no validation images, lines with val as a third column; {HINT}")
+    return Files(train, class_names, root), Files(_trained(other, class_names, data), class_names, root)
+
+
+def _cells(rows: Iterable[list[str]], data: str) -> Iterator[list[str]]:
+    try:
+        for row in rows:
+            yield [cell.strip() for cell in row]
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise InputError(f"{data} is no CSV file in UTF-8: {error}") from error
+
+
+def _parted(train: Listing, class_names: list[str], root: str, share: float) -> tuple[Files, Files]:
+    first, second = split_off([name for _, name in train], share)
+    kept, taken = ([train[i] for i in chosen] for chosen in (first, second))
+    return Files(kept, class_names, root), Files(taken, class_names, root)
+
+
+def split_off(labels: Sequence[int | str], share: float) -> tuple[list[int], list[int]]:
+    """Indices that stay for training and those taken for validation: so much of each class, always the same ones.
+
+    They do not depend on the seed of a run, so that runs of several seeds, and `hiap evaluate`, see the same images.
+    Every class of two images or more has one in either part; a class of one image is trained.
+
+    Raises:
+        ValueError: no class has two images.
+    """
+    members: dict[int | str, list[int]] = defaultdict(list)
+    for index, label in enumerate(labels):
+        members[label].append(index)
+    taken: set[int] = set()
+    for number, label in enumerate(sorted(members, key=str)):
+        own = members[label]
+        generator = torch.Generator("cpu").manual_seed(mix_seed(number))
+        mixed = torch.randperm(len(own), generator=generator, device="cpu").tolist()
+        count = min(max(1, round(share * len(own))), len(own) - 1)
+        taken.update(own[i] for i in mixed[:count])
+    if not taken:
+        raise InputError("no class has two images, so that none can be taken for validation")
+    return [i for i in range(len(labels)) if i not in taken], sorted(taken)
+
+
+def _walk(folder: str, root: str) -> Listing:
+    """The images below a folder, each of the class its own folder is called; in timm's order.
+
+    Every directory is read once, so that links cannot lead round in circles, and by its own name rather than by a link
+    to it. Only regular files count: to open another might wait for ever. Hidden files and folders do not.
+    """
+    types = (*get_img_extensions(), *EXTENSIONS)
+    found: Listing = []
+    stray: Listing = []  # in no folder of a class
+    empty, seen = [], set()
+    direct, linked = deque([folder]), deque[str]()
+    while direct or linked:
+        place = direct.popleft() if direct else linked.popleft()
+        status = os.stat(place)
+        if (status.st_dev, status.st_ino) in seen:
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        label, before = os.path.basename(place) if place != folder else "", len(found)
+        folders = []
+        for entry in os.scandir(place):
+            try:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    folders.append(entry)
+                elif entry.name.lower().endswith(types) and entry.is_file():
+                    (found if label else stray).append((entry.path, label))
+            except OSError:  # a link that leads to itself
+                continue
+        for entry in sorted(folders, key=lambda entry: entry.name):
+            (linked if entry.is_symlink() else direct).append(entry.path)
+        if not folders and len(found) == before:
+            empty.append(os.path.relpath(place, root))
+    if not found:
+        raise InputError(
+            f"--data {root!r} cannot be read: Found 0 images in the class folders of {folder}; the kinds are "
+            f"{', '.join(types)}"
+        )
+    if empty:
+        warnings.warn(f"there is no image in {named(sorted(empty))}: no class is made of it", stacklevel=4)
+    if stray:
+        names = named(sorted(os.path.relpath(path, root) for path, _ in stray))
+        warnings.warn(f"images outside the folders of classes are left out: {names}", stacklevel=4)
+    return sorted(sorted(found), key=lambda one: natural_key(one[0]))  # the same everywhere, where 01 is also 1
+
+
+def _class_names(train: Iterable[tuple[str, str]], data: str) -> list[str]:
+    names = sorted(sorted({name for _, name in train}), key=natural_key)  # 01 and 1, a and A have one key
+    if len(names) < 2:
+        raise InputError(
+            f"{data} must have two classes or more; found {names}"
+            if Path(data).is_file()
+            else f"{data} must hold a folder a class in train and val, images right in it; found {names}"
+        )
+    return names
+
+
+def _trained(val: Listing, class_names: list[str], data: str) -> Listing:
+    if more := sorted({name for _, name in val} - set(class_names)):
+        raise InputError(f"{data} has classes for validation that are not trained: {more}")
+    return val

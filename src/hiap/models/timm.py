@@ -1,0 +1,488 @@
+"""Adapter for timm's `VisionTransformer`: which models qualify, what they cost, and how to rebuild one.
+
+A model qualifies by the types of its block, attention and MLP, never by its name. Whatever could not be
+gated and extracted exactly is refused here, before any work.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias
+
+import timm.layers as layers
+import torch
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import nn
+
+from hiap.errors import CheckpointError, InputError, UnsupportedModelError
+from hiap.nn import compact
+from hiap.nn.compact import Widths
+from hiap.nn.gates import GatedLinear
+
+__all__ = [
+    "FAMILY",
+    "Recipe",
+    "Site",
+    "ViT",
+    "build",
+    "describe",
+    "fixed_macs",
+    "image_size",
+    "mlp_ratio",
+    "sites",
+    "stem",
+    "tokens",
+]
+
+FAMILY = "timm"
+
+# nn.Module types every attribute as Tensor | Module; a model whose members are known is Any to the type checker.
+ViT: TypeAlias = Any
+Recipe: TypeAlias = dict[str, Any]  # {"class": ..., "arguments": ..., "drop_path": ...}, as JSON values
+
+_CLASSES = {cls.__name__: cls for cls in (VisionTransformer, VisionTransformerDistilled)}
+_NORMS = {
+    "LayerNorm": layers.LayerNorm,
+    "LayerNormFp32": layers.LayerNormFp32,
+    "RmsNorm": layers.RmsNorm,
+    "RmsNormFp32": layers.RmsNormFp32,
+    "torch.LayerNorm": nn.LayerNorm,
+}
+_NORMS |= {name: getattr(layers, name) for name in ("SimpleNorm", "SimpleNormFp32") if hasattr(layers, name)}
+_ACTIVATIONS = {
+    "GELU": nn.GELU,
+    "GELU.tanh": functools.partial(nn.GELU, approximate="tanh"),
+    "GELUTanh": layers.GELUTanh,
+    "QuickGELU": layers.QuickGELU,
+    "ReLU": nn.ReLU,
+    "SiLU": nn.SiLU,
+    "timm.GELU": layers.GELU,
+}
+_ACTIVATIONS |= {
+    cls.__name__: cls
+    for cls in (
+        *(nn.CELU, nn.ELU, nn.Hardsigmoid, nn.Hardswish, nn.Identity, nn.LeakyReLU),
+        *(nn.Mish, nn.ReLU6, nn.SELU, nn.Sigmoid, nn.Tanh),
+    )
+}
+_ACTIVATIONS |= {f"timm.{name}": layers.get_act_layer(name) for name in ("hard_mish", "prelu", "sigmoid", "tanh")}
+
+_POOLS = ("", "avg", "avgmax", "max", "token", "map", "prr")
+_DEPTH_LIMIT = 1_000  # blocks, so that a wrong number does not build for hours
+_SIZE_LIMIT = 1 << 24  # every other count
+
+
+@dataclass(frozen=True)
+class Site:
+    """One block of the model: what can be gated in it, and its present widths."""
+
+    name: str
+    block: ViT
+    dim: int
+    widths: Widths
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether queries and keys are normalised, which ties all q/k dims of a head together."""
+        return bool(self.widths.heads) and not isinstance(self.block.attn.q_norm, nn.Identity)
+
+
+def sites(model: ViT) -> list[Site]:
+    """The blocks of a dense, gated or compact model.
+
+    Raises:
+        UnsupportedModelError: with the module, the reason and what would be needed.
+    """
+    if not isinstance(model, VisionTransformer):
+        _refuse_class(model)
+    if type(model.patch_embed) is not layers.PatchEmbed:
+        _refuse(
+            "patch_embed",
+            model.patch_embed,
+            "only the plain patch embedding is counted and rebuilt exactly",
+            "an exact count and a recipe for this stem",
+        )
+    if not isinstance(model.attn_pool, _pools()):
+        _refuse("attn_pool", model.attn_pool, "its cost is not known", "an exact MAC count for this pool")
+    _classifiers(model)
+    return [
+        Site(f"blocks.{i}", block, model.embed_dim, _widths(f"blocks.{i}", block))
+        for i, block in enumerate(model.blocks)
+    ]
+
+
+def _widths(name: str, block: ViT) -> Widths:
+    if isinstance(block, compact.Block):
+        return _compact_widths(block)
+    if type(block) is not Block:
+        _refuse_block(name, block)
+    attn, mlp = block.attn, block.mlp
+    if type(attn) is not layers.Attention:
+        _refuse(f"{name}.attn", attn, "it is not timm's standard attention", "rules to cut this attention")
+    if type(mlp) is not layers.Mlp:
+        kind = (
+            "a gated MLP joins its neurons in pairs" if "glu" in type(mlp).__name__.lower() else "it is not timm's Mlp"
+        )
+        _refuse(f"{name}.mlp", mlp, kind, "rules to cut this MLP")
+    if getattr(attn, "gate", None) is not None:
+        _refuse(f"{name}.attn.gate", attn.gate, "gated attention adds a third factor", "rules to cut the gate as well")
+    between = "a norm between the units and the layer that reads them changes when a unit goes"
+    for owner, member in (("attn", attn.norm), ("mlp", mlp.norm)):
+        if not isinstance(member, nn.Identity):
+            _refuse(
+                f"{name}.{owner}.norm", member, between, "a model without this norm (scale_attn_norm, scale_mlp_norm)"
+            )
+    for owner, parent, member in (
+        ("attn", attn, "qkv"),
+        ("attn", attn, "proj"),
+        ("mlp", mlp, "fc1"),
+        ("mlp", mlp, "fc2"),
+    ):
+        linear = getattr(parent, member)
+        if not _is_linear(linear):
+            reason = "it is not a plain nn.Linear with a weight of its own"
+            _refuse(f"{name}.{owner}.{member}", linear, reason, "the layer in its plain form")
+    return Widths(attn.num_heads, attn.head_dim, attn.head_dim, mlp.fc1.out_features)
+
+
+def _compact_widths(block: compact.Block) -> Widths:
+    attn, mlp = block.attn, block.mlp
+    neurons = mlp.fc1.out_features if isinstance(mlp, compact.Mlp) else None if mlp is None else 0
+    if isinstance(attn, compact.Attention):
+        return Widths(attn.num_heads, attn.qk_dim, attn.value_dim, neurons)
+    return Widths(None if attn is None else 0, 0, 0, neurons)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a layer is a Linear whose weight is its parameter, not made of others (a mask, a norm of weights)."""
+    return type(module) in (nn.Linear, GatedLinear) and module._parameters.get("weight") is not None
+
+
+def _refuse(name: str, module: nn.Module, reason: str, needed: str) -> NoReturn:
+    raise UnsupportedModelError(
+        f"{name} is a {type(module).__name__}: {reason}. To support it HiAP would need {needed}."
+    )
+
+
+def _refuse_class(model: ViT) -> NoReturn:
+    for wrapped in ("module", "_orig_mod"):
+        if isinstance(getattr(model, wrapped, None), VisionTransformer):
+            raise UnsupportedModelError(f"the model is wrapped in {type(model).__name__}: pass model.{wrapped}")
+    reason = "it is not a timm VisionTransformer"
+    if getattr(model, "rope", None) is not None or getattr(model, "rope_mixed", False):
+        reason += ", and its rotary position embedding turns q/k dims in pairs"
+    elif any("relpos" in type(m).__name__.lower() for m in model.modules()):
+        reason += ", and its relative position bias belongs to the heads"
+    _refuse("the model", model, reason, "an adapter that names this family's attention and MLP layers")
+
+
+def _refuse_block(name: str, block: ViT) -> NoReturn:
+    kind = type(block).__name__
+    if "Parallel" in kind:
+        reason = "its branches run in parallel"
+    elif "Post" in kind:
+        reason = "it normalises after the branch, so a closed branch is not a zero"
+    else:
+        reason = "it is not timm's standard pre-norm block"
+    _refuse(name, block, reason, "rules to gate and cut this block")
+
+
+def stem(model: ViT) -> nn.Module:
+    """The module every forward enters first, and only once."""
+    module: nn.Module = model.patch_embed
+    return module
+
+
+def image_size(model: ViT, size: int | tuple[int, int] | None = None) -> tuple[int, int]:
+    """Height and width of the input: the model's own unless given."""
+    given, patch = size is not None, model.patch_embed.patch_size
+    size = size if given else model.patch_embed.img_size
+    if size is None:
+        raise InputError("the model has no fixed image size; pass img_size")
+    height, width = map(int, size) if isinstance(size, Sequence) else (int(size), int(size))
+    if given and not model.patch_embed.dynamic_img_pad and (height % patch[0] or width % patch[1]):
+        raise InputError(f"img_size {height}x{width} is not a multiple of the {patch[0]}x{patch[1]} patch")
+    if height < patch[0] or width < patch[1]:
+        raise InputError(f"img_size {height}x{width} is smaller than one {patch[0]}x{patch[1]} patch")
+    return height, width
+
+
+def tokens(model: ViT, img_size: int | tuple[int, int] | None = None) -> int:
+    """Sequence length N, prefix tokens included."""
+    rows, columns = model.patch_embed.dynamic_feat_size(image_size(model, img_size))
+    return int(rows * columns + model.num_prefix_tokens)
+
+
+def fixed_macs(model: ViT, img_size: int | tuple[int, int] | None = None) -> int:
+    """MACs of everything outside the blocks: patch embedding, attention pool, classifiers."""
+    n = tokens(model, img_size)
+    macs = (n - model.num_prefix_tokens) * model.patch_embed.proj.weight.numel()
+    pooled = 1
+    if model.attn_pool is not None:
+        macs += _pool_macs(model.attn_pool, n if model.pool_include_prefix else n - model.num_prefix_tokens)
+    elif not model.global_pool:
+        pooled = n  # the classifier runs on every token
+    return int(macs + pooled * sum(linear.weight.numel() for linear in _classifiers(model)))
+
+
+def _classifiers(model: ViT) -> list[nn.Linear]:
+    """The Linears that turn features into logits."""
+    linears = []
+    for head in (model.head, getattr(model, "head_dist", None)):
+        for module in head.modules() if head is not None else ():
+            if isinstance(module, nn.Linear):
+                linears.append(module)
+            elif next(module.parameters(recurse=False), None) is not None and not isinstance(
+                module, tuple(_NORMS.values())
+            ):
+                _refuse("head", module, "its cost is not known", "a classifier made of Linears and norms")
+    return linears
+
+
+def _pools() -> tuple[type, ...]:
+    prr = getattr(layers, "AttentionPoolPrr", None)  # newer timm only
+    return (type(None), layers.AttentionPoolLatent) + ((prr,) if prr else ())
+
+
+def _pool_macs(pool: ViT, n: int) -> int:
+    if not isinstance(pool, layers.AttentionPoolLatent):
+        return 2 * n * n * int(pool.out_features)  # AttentionPoolPrr: attention without projections
+    latents, width = pool.latent_len, pool.num_heads * pool.head_dim
+    per_latent = [m for m in (pool.q, pool.proj) if isinstance(m, nn.Linear)]
+    if pool.mlp is not None:
+        per_latent += [pool.mlp.fc1, pool.mlp.fc2]
+    return int(
+        latents * sum(m.weight.numel() for m in per_latent) + n * pool.kv.weight.numel() + 2 * latents * n * width
+    )
+
+
+def mlp_ratio(neurons: int, dim: int) -> float:
+    """What timm, which cuts the product off, makes so many neurons of."""
+    return (neurons + 0.5) / dim
+
+
+def describe(model: ViT, origin: Recipe | None = None) -> Recipe:
+    """The recipe of a model's skeleton: a class and constructor arguments, as JSON values.
+
+    Args:
+        model: dense, gated or compact.
+        origin: the recipe of the dense model a compact one came from. It says what no branch is left to tell, as the
+            activation of FFNs that are all gone.
+
+    Raises:
+        CheckpointError: for a part that has no entry in the recipe.
+    """
+    if type(model).__name__ not in _CLASSES or type(model) is not _CLASSES[type(model).__name__]:
+        raise CheckpointError(
+            f"{type(model).__name__} cannot be rebuilt from a recipe: expected one of {', '.join(_CLASSES)}"
+        )
+    known = {"norm_layer": "LayerNorm", "norm_eps": 1e-6, **_NO_BRANCH, **(origin or {}).get("arguments", {})}
+    pool, embed_norm = model.attn_pool, model.patch_embed.norm
+    norm_after_pool = not isinstance(model.fc_norm, nn.Identity)
+    arguments = {
+        "img_size": list(image_size(model)),
+        "patch_size": list(model.patch_embed.patch_size),
+        "in_chans": model.patch_embed.proj.in_channels,
+        "num_classes": model.num_classes,
+        "global_pool": model.global_pool,
+        "embed_dim": model.embed_dim,
+        "depth": len(model.blocks),
+        **{name: known[name] for name in _NO_BRANCH},
+        **_describe_branches(model),
+        "class_token": model.has_class_token,
+        "pos_embed": "none" if model.pos_embed is None else "learn",
+        "no_embed_class": model.no_embed_class,
+        "reg_tokens": model.num_reg_tokens,
+        "pre_norm": not isinstance(model.norm_pre, nn.Identity),
+        "final_norm": norm_after_pool or not isinstance(model.norm, nn.Identity),
+        "fc_norm": norm_after_pool,
+        "pool_include_prefix": model.pool_include_prefix,
+        "dynamic_img_size": model.dynamic_img_size,
+        "dynamic_img_pad": model.patch_embed.dynamic_img_pad,
+        "drop_rate": model.head_drop.p,
+        "pos_drop_rate": model.pos_drop.p,
+        "patch_drop_rate": getattr(model.patch_drop, "prob", 0.0),
+        "embed_norm": not isinstance(embed_norm, nn.Identity),
+    }
+    kinds = tuple(_NORMS.values())
+    norm: Any = next((m for m in model.modules() if isinstance(m, kinds) and m is not embed_norm), None)
+    arguments["norm_layer"] = _norm_name(norm) if norm is not None else known["norm_layer"]
+    arguments["norm_eps"] = norm.eps if norm is not None else known["norm_eps"]
+    if arguments["embed_norm"]:
+        arguments |= {"embed_norm_layer": _norm_name(embed_norm), "embed_norm_eps": embed_norm.eps}
+    if pool is not None:
+        arguments["num_heads"] = pool.num_heads
+    if isinstance(pool, layers.AttentionPoolLatent) and pool.mlp is not None:
+        arguments["mlp_ratio"] = mlp_ratio(pool.mlp.fc1.out_features, model.embed_dim)
+    before = (origin or {}).get("drop_path", [[0.0, 0.0]] * len(model.blocks))
+    drop_path = [
+        [
+            getattr(drop, "drop_prob", 0.0) if branch is not None else rate
+            for branch, drop, rate in zip(
+                (block.attn, block.mlp), (block.drop_path1, block.drop_path2), rates, strict=True
+            )
+        ]
+        for block, rates in zip(model.blocks, before, strict=True)
+    ]
+    return {"class": type(model).__name__, "arguments": arguments, "drop_path": drop_path}
+
+
+# Arguments that only branches show, as they are where there is no branch and nothing else is known.
+_NO_BRANCH = {
+    "num_heads": 1,
+    "mlp_ratio": 4.0,
+    "qkv_bias": False,
+    "qk_norm": False,
+    "proj_bias": False,
+    "init_values": None,
+    "proj_drop_rate": 0.0,
+    "attn_drop_rate": 0.0,
+    "act_layer": "GELU",
+}
+
+
+def _describe_branches(model: ViT) -> dict[str, Any]:
+    """What the branches that are left tell of the arguments."""
+    found: dict[str, Any] = {}
+    attn = next((block.attn for block in model.blocks if hasattr(block.attn, "qkv")), None)
+    mlp = next((block.mlp for block in model.blocks if hasattr(block.mlp, "fc1")), None)
+    constants = [m for m in model.modules() if isinstance(m, compact.Constant)]
+    if constants:
+        found |= {"proj_bias": True, "proj_drop_rate": constants[0].drop.p}
+    if attn is not None:
+        found |= {
+            "num_heads": model.embed_dim // attn.head_dim,  # head_dim is the dense one, the origin of the softmax scale
+            "qkv_bias": attn.qkv.bias is not None,
+            "qk_norm": not isinstance(attn.q_norm, nn.Identity),
+            "proj_bias": attn.proj.bias is not None,
+            "attn_drop_rate": attn.attn_drop.p,
+            "proj_drop_rate": attn.proj_drop.p,
+        }
+    if mlp is not None:
+        found |= {
+            "proj_bias": mlp.fc2.bias is not None,
+            "proj_drop_rate": mlp.drop1.p,
+            "act_layer": _activation_name(mlp.act),
+        }
+        if isinstance(mlp, layers.Mlp):  # only the dense width is an argument
+            found["mlp_ratio"] = mlp_ratio(mlp.fc1.out_features, model.embed_dim)
+    if any(isinstance(m, layers.LayerScale) for m in model.modules()):
+        found["init_values"] = 1e-5
+    return found
+
+
+def build(recipe: Recipe) -> ViT:
+    """The dense skeleton of a recipe, on the meta device.
+
+    Raises:
+        CheckpointError: naming the argument that no model has.
+    """
+    _check_recipe(recipe)
+    arguments = dict(recipe["arguments"])
+    norm = functools.partial(_NORMS[arguments["norm_layer"]], eps=arguments.pop("norm_eps"))
+    arguments["norm_layer"] = norm
+    embed = _NORMS.get(arguments.pop("embed_norm_layer", None), norm)
+    embed = functools.partial(embed, eps=arguments.pop("embed_norm_eps", norm.keywords["eps"]))
+    arguments["embed_norm_layer"] = embed if arguments.pop("embed_norm") else None
+    arguments["act_layer"] = _ACTIVATIONS[arguments["act_layer"]]
+    for name in ("img_size", "patch_size"):
+        arguments[name] = tuple(arguments[name])
+    if recipe["class"] == VisionTransformer.__name__:
+        arguments["weight_init"] = "skip"  # most of the time it takes, and there is nothing to initialise
+    with torch.device("meta"):
+        model = _CLASSES[recipe["class"]](**arguments)
+    for block, (first, second) in zip(model.blocks, recipe["drop_path"], strict=True):
+        block.drop_path1 = layers.DropPath(first) if first else nn.Identity()
+        block.drop_path2 = layers.DropPath(second) if second else nn.Identity()
+    return model
+
+
+def _is_count(value: Any, least: int = 1, most: int = _SIZE_LIMIT) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _is_number(value: Any, most: float) -> bool:
+    return type(value) in (int, float) and 0 <= value <= most
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(_is_count(side) for side in value)
+
+
+def _is_rate(value: Any) -> bool:
+    return _is_number(value, 1.0)
+
+
+def _is_one_of(names: Iterable[str]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and value in names
+
+
+_ARGUMENTS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("img_size", "patch_size"), _is_size),
+    **dict.fromkeys(("in_chans", "embed_dim", "num_heads"), _is_count),
+    **dict.fromkeys(("num_classes", "reg_tokens"), functools.partial(_is_count, least=0)),
+    **dict.fromkeys(
+        (
+            *("qkv_bias", "qk_norm", "proj_bias", "class_token", "no_embed_class", "pre_norm", "final_norm"),
+            *("fc_norm", "pool_include_prefix", "dynamic_img_size", "dynamic_img_pad", "embed_norm"),
+        ),
+        lambda value: isinstance(value, bool),
+    ),
+    **dict.fromkeys(
+        ("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate"),
+        _is_rate,
+    ),
+    **dict.fromkeys(("norm_eps", "embed_norm_eps"), functools.partial(_is_number, most=1e9)),
+    **dict.fromkeys(("norm_layer", "embed_norm_layer"), _is_one_of(_NORMS)),
+    "depth": functools.partial(_is_count, most=_DEPTH_LIMIT),
+    "global_pool": _is_one_of(_POOLS),
+    "mlp_ratio": functools.partial(_is_number, most=_SIZE_LIMIT),
+    "init_values": lambda value: value is None or _is_number(value, 1e9),
+    "pos_embed": _is_one_of(("", "none", "learn")),
+    "act_layer": _is_one_of(_ACTIVATIONS),
+}
+_OPTIONAL = {"embed_norm_layer", "embed_norm_eps"}
+
+
+def _check_recipe(recipe: Any) -> None:
+    """Refuse what no model has before anything of that size is built."""
+    if not isinstance(recipe, dict) or not isinstance(recipe.get("arguments"), dict):
+        raise CheckpointError("the skeleton must be an object with 'class', 'arguments' and 'drop_path'")
+    arguments = recipe["arguments"]
+    if not _is_one_of(_CLASSES)(recipe.get("class")):
+        raise CheckpointError(f"the class of the skeleton must be one of {', '.join(_CLASSES)}")
+    odd = sorted(set(arguments) ^ (set(_ARGUMENTS) - (_OPTIONAL - set(arguments))))
+    if odd:
+        raise CheckpointError(
+            f"the skeleton {'has an unknown' if odd[0] in arguments else 'lacks the'} argument {odd[0]}"
+        )
+    for name, value in arguments.items():
+        if not _ARGUMENTS[name](value):
+            raise CheckpointError(f"the skeleton has {name} {str(value)[:40]!r}, which no model has")
+    if arguments["embed_dim"] % arguments["num_heads"]:
+        raise CheckpointError(
+            f"the skeleton has {arguments['num_heads']} heads, which do not divide the width {arguments['embed_dim']}"
+        )
+    if arguments["global_pool"] == "token" and not arguments["class_token"]:
+        raise CheckpointError("the skeleton pools the class token but has none")
+    rates: Any = recipe.get("drop_path")
+    pairs = isinstance(rates, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in rates)
+    if not pairs or len(rates) != arguments["depth"] or not all(_is_rate(rate) for pair in rates for rate in pair):
+        raise CheckpointError(f"drop_path must be {arguments['depth']} pairs of rates")
+
+
+def _norm_name(module: nn.Module) -> str:
+    for name, cls in _NORMS.items():
+        if type(module) is cls:
+            return name
+    raise CheckpointError(f"the norm {type(module).__name__} has no name in a recipe; known: {', '.join(_NORMS)}")
+
+
+def _activation_name(module: nn.Module) -> str:
+    for name, make in _ACTIVATIONS.items():
+        if type(module) is type(make()) and str(module) == str(make()):
+            return name
+    raise CheckpointError(f"the activation {module} has no name in a recipe; known: {', '.join(_ACTIVATIONS)}")

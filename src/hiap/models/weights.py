@@ -1,0 +1,287 @@
+"""Dense models and their weights: made by timm, read from files of many kinds, and explained where they do not fit."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import reprlib
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import safetensors.torch
+import timm
+import torch
+from torch import Tensor, nn
+
+from hiap.errors import ConfigError, InputError
+from hiap.models.timm import ViT
+
+__all__ = [
+    "check_weights",
+    "create_model",
+    "load_weights",
+    "read_weights",
+    "short_reason",
+    "trained_model",
+    "unwrapped",
+]
+
+NESTED = ("state_dict_ema", "state_dict", "model_ema", "model")  # where training scripts put the weights
+WRAPPERS = ("module.", "model.", "backbone.", "encoder.", "vit.", "net.", "student.", "base_model.")
+STEM = "patch_embed.proj.weight"
+TOKENS = ("cls_token", "reg_token", "dist_token")
+MARKS = ("reg_token", "dist_token", "blocks.0.ls1.gamma")  # what tells kinds of ViT apart
+SIZES = {  # width and depth -> the word in timm's names
+    (192, 12): "tiny",
+    (384, 12): "small",
+    (512, 12): "medium",
+    (768, 12): "base",
+    (1024, 24): "large",
+    (1280, 32): "huge",
+    (1408, 40): "giant",
+    (1664, 48): "gigantic",
+    (1152, 27): "so400m",
+}
+DEEPEST = 256  # blocks; a thousand take timm a quarter of a minute
+SHORT = reprlib.Repr()
+SHORT.maxdict = SHORT.maxlist = SHORT.maxtuple = 12
+SHORT.maxstring = SHORT.maxlong = SHORT.maxother = 80
+
+
+def trained_model(name: str, weights: str | None, pretrained: bool, arguments: dict[str, Any]) -> ViT:
+    """A model with its weights; its own number of classes, 0 where they hold no classifier.
+
+    Args:
+        weights: a file. Without one, `pretrained` weights are fetched.
+        arguments: what `timm.create_model` is given besides the name.
+
+    Raises:
+        ConfigError: timm cannot make it, or the weights cannot be had or do not fit.
+    """
+    if weights is not None:
+        state, arguments = unwrapped(read_weights(weights)), dict(arguments)
+        if "head.weight" in state and state["head.weight"].ndim == 2:
+            arguments["num_classes"] = state["head.weight"].shape[0]
+        elif STEM in state and not any(name.startswith("head") for name in state):
+            arguments["num_classes"] = 0
+        model = create_model(name, False, arguments)
+        load_weights(model, state, weights, name, f"model {name}")
+        return model
+    if pretrained:  # those of the weights, so that a new classifier is noticed
+        arguments = {key: value for key, value in arguments.items() if key != "num_classes"}
+    return create_model(name, pretrained, arguments)
+
+
+def create_model(name: str, pretrained: bool, arguments: dict[str, Any]) -> Any:
+    """A model of timm; one with arguments is measured before it takes memory.
+
+    Raises:
+        ConfigError: timm does not know it or refuses the arguments, or it is larger than the memory here.
+    """
+    given = f" with {SHORT.repr(arguments)}" if arguments else ""
+    try:
+        if arguments:
+            _check_size(name, arguments)
+    except Exception as error:  # whatever the constructor of a model makes of odd arguments
+        raise ConfigError(f"timm cannot make the model {name}{given}: {short_reason(error)}") from error
+    try:
+        return timm.create_model(name, pretrained=pretrained, **arguments)
+    except Exception as error:
+        if pretrained and timm.is_model(name) and not isinstance(error, TypeError):
+            raise ConfigError(
+                f"the pretrained weights of {name} cannot be had ({short_reason(error)}). Pass --weights FILE, or "
+                "--no-pretrained (with --dense-epochs) to begin without"
+            ) from error
+        raise ConfigError(f"timm cannot make the model {name}{given}: {short_reason(error)}") from error
+
+
+def _check_size(name: str, arguments: dict[str, Any]) -> None:
+    """Build the model without its weights, and refuse one that cannot be held."""
+    if "checkpoint_path" in arguments:
+        raise InputError("checkpoint_path is not read; pass --weights FILE")
+    depth = arguments.get("depth")
+    if isinstance(depth, int) and depth > DEEPEST:
+        raise InputError(f"depth must be at most {DEEPEST}; found {depth}")
+    with torch.device("meta"):
+        model = timm.create_model(name, pretrained=False, **arguments)
+    size, memory = sum(4 * p.numel() for p in model.parameters()), _memory()
+    if size > memory:
+        raise InputError(f"its weights would take {size / 1e9:.0f} GB, the memory here is {memory / 1e9:.0f} GB")
+
+
+def _memory() -> float:
+    """Bytes of memory of the machine."""
+    try:
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (AttributeError, OSError, ValueError):  # not on every system
+        return 1e11
+
+
+def short_reason(error: BaseException) -> str:
+    """The first line of an error, or its kind where it has no words."""
+    lines = str(error).strip().splitlines()
+    first = lines[0] if lines else ""
+    kind = type(error).__name__
+    if not first:
+        return kind
+    first = first if len(first) <= 300 else first[:300] + "..."
+    return f"{kind}: {first}" if isinstance(error, KeyError) else first
+
+
+def load_weights(model: nn.Module, state: dict[str, Tensor], file: str, name: str, what: str) -> None:
+    """Give a model its weights.
+
+    Raises:
+        ConfigError: with what differs, and what the weights look like.
+    """
+    own = model.state_dict()
+    if own.keys() != state.keys():
+        state = unwrapped(state)
+    other = [key for key in own if key in state and own[key].shape != state[key].shape]
+    missing, more = [key for key in own if key not in state], [key for key in state if key not in own]
+    parts = []
+    if other:
+        sizes = " in the file, ".join(_by(one[other[0]].shape) for one in (state, own))
+        parts.append(f"size of {other[0]} is {sizes} in the model{_and_more(len(other) - 1)}")
+    for keys, verb in ((missing, "lacks"), (more, "holds unknown")):
+        if keys:
+            parts.append(f"the file {verb} {', '.join(keys[:3])}{_and_more(len(keys) - 3)}")
+    if parts:
+        guess = _guess(model, state, name)
+        raise ConfigError(f"{file} does not fit the {what}: {'; '.join(parts)}" + (f"\n  {guess}" if guess else ""))
+    model.load_state_dict(state)
+
+
+def _by(shape: Iterable[int]) -> str:
+    return "x".join(map(str, shape)) or "a number"
+
+
+def _and_more(count: int) -> str:
+    return f" (and {count} more)" if count > 0 else ""
+
+
+def _guess(model: Any, state: dict[str, Tensor], name: str) -> str | None:
+    """What to pass for weights that do not fit a ViT, as far as their sizes tell."""
+    own = model.state_dict()
+    if STEM not in own or STEM not in state or state[STEM].ndim != 4 or not hasattr(model, "blocks"):
+        return None
+    width, _, patch, _ = state[STEM].shape
+    depth = len({found[1] for key in state if (found := re.match(r"blocks\.(\d+)\.", key))})
+    tokens = {key: state[key].shape[1] for key in TOKENS if key in state and state[key].ndim == 3}
+    size = _image_size(model, state, tokens)
+    like = (width, depth, patch, [key in state for key in MARKS])
+    if like == (own[STEM].shape[0], len(model.blocks), own[STEM].shape[2], [key in own for key in MARKS]):
+        if size and size != model.patch_embed.img_size[0]:
+            return f"these look like weights for img_size {size}: pass --img-size {size}"
+        return None
+    word = SIZES.get((width, depth))
+    if word is None:
+        return None
+    kinds = [re.sub("|".join(SIZES.values()), word, re.sub(r"patch\d+", f"patch{patch}", name))]
+    if "dist_token" in state:
+        kinds.insert(0, f"deit_{word}_distilled_patch{patch}_224")
+    elif "dist_token" in own:
+        kinds.insert(0, f"deit_{word}_patch{patch}_224")
+    elif "blocks.0.ls1.gamma" in state:
+        registers = f"reg{tokens['reg_token']}_" if "reg_token" in tokens else ""
+        kinds += [f"vit_{word}_patch{patch}_{registers}dinov2", f"deit3_{word}_patch{patch}_224"]
+    kinds.append(f"vit_{word}_patch{patch}_224")
+    best = next((kind for kind in kinds if kind != name and timm.is_model(kind)), None)
+    if best is None:
+        return None
+    preset = timm.get_pretrained_cfg(best)
+    at = f" --img-size {size}" if size and preset and size != preset.input_size[-1] else ""
+    return f"looks like {best} (width {width}, {depth} blocks, patch {patch}): pass --model {best}{at}"
+
+
+def _image_size(model: Any, state: dict[str, Tensor], tokens: dict[str, int]) -> int | None:
+    """The size of the square images that position embeddings are for; some models have them for patches alone."""
+    if "pos_embed" not in state or state["pos_embed"].ndim != 3:
+        return None
+    prefixes = [sum(tokens.values()), 0]
+    for prefix in reversed(prefixes) if getattr(model, "no_embed_class", False) else prefixes:
+        patches = max(state["pos_embed"].shape[1] - prefix, 0)
+        side = math.isqrt(patches)
+        if side and side * side == patches:
+            return side * int(state[STEM].shape[2])
+    return None
+
+
+def read_weights(path: str) -> dict[str, Tensor]:
+    """Tensors of a .safetensors file, or of one that `torch.load` reads without running code.
+
+    Raises:
+        ConfigError: it is neither, or its values are not finite.
+    """
+    try:
+        if path.endswith(".safetensors"):
+            state: Any = safetensors.torch.load_file(path)
+        else:
+            with _harmless():
+                state = torch.load(path, map_location="cpu", weights_only=True)
+            if isinstance(state, dict):
+                state = next((state[key] for key in NESTED if isinstance(state.get(key), dict)), state)
+        _check_tensors(state)
+        state = {name: tensor.float() for name, tensor in state.items()}
+    except Exception as error:  # a file that is something else fails anywhere in the reader
+        raise ConfigError(
+            f"{path} does not hold weights: a .safetensors or .pth file of tensors is needed ({short_reason(error)})"
+        ) from error
+    check_weights(state, path)
+    return dict(state)
+
+
+def _check_tensors(state: Any) -> None:
+    if not isinstance(state, dict):
+        raise TypeError(f"it holds a {type(state).__name__}")
+    if not state:
+        raise InputError("it holds nothing")
+    if "param_groups" in state and "state" in state:
+        raise TypeError("it holds the state of an optimiser")
+    for name, value in state.items():
+        if not isinstance(name, str):
+            raise TypeError(f"the name {SHORT.repr(name)} is no text")
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{SHORT.repr(name)} is of type {type(value).__name__}, not a tensor")
+        if value.layout != torch.strided or value.is_meta or value.is_quantized:
+            raise TypeError(f"{SHORT.repr(name)} is sparse, quantised or without values")
+
+
+def check_weights(state: dict[str, Tensor], file: str) -> None:
+    """Refuse weights with values that are not finite.
+
+    Raises:
+        ConfigError: with the first of them.
+    """
+    wrong = [name for name, tensor in state.items() if not bool(tensor.isfinite().all())]
+    if wrong:
+        raise ConfigError(
+            f"{file} holds values that are not finite, in {wrong[0]}{_and_more(len(wrong) - 1)}: the run that wrote it "
+            "has diverged, or the file is damaged"
+        )
+
+
+def unwrapped(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights by the names they have in the bare model: what compilers, wrappers and whole systems add is taken off.
+
+    A prefix goes where at least nine tenths of the tensors have it: a classifier may stand beside a backbone.
+    """
+    state = {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
+    while True:
+        shared = (w for w in WRAPPERS if sum(name.startswith(w) for name in state) >= 0.9 * len(state))
+        prefix = next(shared, None)
+        if prefix is None:
+            return state
+        bare = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+        if len(bare) < len(state):  # two tensors would have one name
+            return state
+        state = bare
+
+
+def _harmless() -> AbstractContextManager[Any]:
+    """Let `torch.load` read the options that training scripts of timm save beside the weights."""
+    allowed = getattr(torch.serialization, "safe_globals", None)  # torch 2.5
+    return nullcontext() if allowed is None else allowed([argparse.Namespace])

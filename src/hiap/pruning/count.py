@@ -1,0 +1,102 @@
+"""What a network has and computes: multiply-accumulates, one for each multiply-add, and open units.
+
+`macs` is exact: it is what `torch.utils.flop_counter` counts, halved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hiap.models import timm as family
+from hiap.nn.compact import Widths
+from hiap.pruning.attach import gates_by_block, is_gated
+from hiap.pruning.topology import Topology, harden
+
+__all__ = ["Counts", "ImageSize", "block_macs", "expected_counts", "hard_counts", "macs", "macs_of_widths"]
+
+ImageSize = int | tuple[int, int] | None
+
+
+def macs(model: nn.Module, img_size: ImageSize = None, round_to: int = 1) -> int:
+    """Exact MACs of one image, patch embedding and classifier included.
+
+    A gated model is counted at its hard topology, as extraction with the same `round_to` would build it.
+
+    Args:
+        img_size: of the input; the model's own by default.
+        round_to: the multiple that widths are padded to; it concerns gated models only.
+    """
+    widths = [site.widths for site in family.sites(model)]
+    if is_gated(model):
+        blocks = harden(model).blocks
+        widths = [block.widths(dense, round_to) for block, dense in zip(blocks, widths, strict=True)]
+    return macs_of_widths(model, widths, img_size)
+
+
+def macs_of_widths(model: nn.Module, widths: Sequence[Widths], img_size: ImageSize = None) -> int:
+    """Exact MACs of one image, were the blocks of the model of these widths."""
+    n = family.tokens(model, img_size)
+    return family.fixed_macs(model, img_size) + sum(
+        block_macs(n, site.dim, one) for site, one in zip(family.sites(model), widths, strict=True)
+    )
+
+
+def block_macs(n: int, dim: int, widths: Widths) -> int:
+    """Exact MACs of a block of these widths on n tokens."""
+    per_dim = 2 * n * dim + n * n  # two projections (q and k, or v and out) and one product with the N x N map
+    attention = (widths.heads or 0) * (widths.qk_dim + widths.value_dim) * per_dim
+    return attention + (widths.neurons or 0) * 2 * n * dim
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Open units of each block, expected or hard: E[a*g], E[a*g*d], E[a*g*e], E[b*c]. Each (L)."""
+
+    heads: Tensor
+    value_dims: Tensor
+    qk_dims: Tensor
+    neurons: Tensor
+
+
+def expected_counts(model: nn.Module) -> Counts:
+    """The expected numbers of open units of a gated model, differentiable in its logits.
+
+    The noise of the gates is independent, so the expectation of a product is the product of the probabilities. What has
+    no gate is open.
+    """
+    probabilities = [{k: gate.probability() for k, gate in kinds.items()} for kinds in gates_by_block(model)]
+    widths = [site.widths for site in family.sites(model)]
+    some = next((p for block in probabilities for p in block.values()), torch.ones(1, dtype=torch.float64))
+    one = torch.ones(1, device=some.device, dtype=some.dtype)
+    rows = []
+    for p, w in zip(probabilities, widths, strict=True):
+        heads = (p.get("attention", one) * p.get("head", one)).expand(w.heads or 0, 1)
+        rows.append(
+            torch.stack(
+                [
+                    heads.sum(),
+                    (heads * p.get("value_dim", one)).expand(w.heads or 0, w.value_dim).sum(),
+                    (heads * p.get("qk_dim", one)).expand(w.heads or 0, w.qk_dim).sum(),
+                    (p.get("block", one) * p.get("neuron", one)).expand(w.neurons or 0).sum(),
+                ]
+            )
+        )
+    return Counts(*torch.stack(rows, dim=1))
+
+
+def hard_counts(topology: Topology) -> Counts:
+    """The numbers of units a topology keeps, without padding."""
+    rows = [
+        (
+            len(block.heads or ()),
+            sum(len(dims) for dims in block.value_dims),
+            sum(len(dims) for dims in block.qk_dims),
+            len(block.neurons or ()),
+        )
+        for block in topology.blocks
+    ]
+    return Counts(*torch.tensor(rows, dtype=torch.float64).T)

@@ -1,0 +1,258 @@
+"""The one surgery: a network and a topology become a smaller plain network, checked against the gated one.
+
+Every tensor of the result is a slice of a tensor of the source (`slices` names them) or the tensor itself; only the
+bias of a branch without units gets another name. Padding is a slice with index -1: a zero row or column.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hiap.errors import CheckpointError, ExtractionError, InputError
+from hiap.models import timm as family
+from hiap.models.timm import Recipe, ViT
+from hiap.nn.compact import Widths, shrink_block
+from hiap.nn.granularities import GRANULARITIES
+from hiap.pruning.attach import attach, detach, is_gated
+from hiap.pruning.topology import BlockTopology, Topology, harden, set_topology
+
+__all__ = [
+    "TOLERANCE",
+    "Provenance",
+    "check_dtype",
+    "difference",
+    "extract",
+    "probe",
+    "probe_images",
+    "rebuild",
+    "shrink",
+    "slices",
+    "source_name",
+    "take",
+]
+
+# Largest difference allowed, relative to the largest output. Other GEMM shapes round otherwise, and some norms compute
+# in float32 whatever they are given.
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-5}
+
+
+@dataclass(frozen=True, repr=False)
+class Provenance:
+    """Where a compact model comes from; kept as its attribute `hiap`.
+
+    Attributes:
+        topology: what was kept, in units of the model it was extracted from.
+        dense: widths of the dense model it all began with, however often it was pruned since.
+        logit_difference: measured at extraction, relative to the largest output.
+        tolerance: the difference that would have refused it.
+        recipe: of the dense model; what the branches that are gone were like is read here. Empty where it has none.
+    """
+
+    topology: Topology
+    dense: tuple[Widths, ...]
+    round_to: int
+    logit_difference: float
+    tolerance: float
+    recipe: Recipe = field(default_factory=dict, hash=False)
+
+    def __deepcopy__(self, memo: Any) -> Provenance:
+        return self  # nothing in it changes
+
+    def __repr__(self) -> str:
+        return (
+            f"Provenance({len(self.dense)} blocks, round_to={self.round_to}, "
+            f"logit_difference={self.logit_difference:.3g}, tolerance={self.tolerance:g})"
+        )
+
+
+def extract(model: nn.Module, topology: Topology | None = None, round_to: int = 8) -> ViT:
+    """Cut the units that are not kept out of a model; the model itself is not changed.
+
+    Args:
+        model: a gated model, or an ungated one (dense or compact) with a topology.
+        topology: what to keep; by default the decisions of the gates.
+        round_to: pad value dims, q/k dims and neurons to a multiple with zeros, up to the dense width. 1: no padding.
+
+    Returns:
+        A plain module of the model's own class, without gates, masks or hooks, on its device, in its dtype and mode.
+
+    Raises:
+        ExtractionError: the outputs of the result differ from those of the gated model.
+        TopologyError: the topology does not fit the model.
+    """
+    if round_to < 1:
+        raise InputError(f"round_to must be at least 1; found {round_to}")
+    if topology is None:
+        if not is_gated(model):
+            raise InputError("the model has no gates: pass a topology, or attach gates with hiap.attach first")
+        topology = harden(model)
+        reference: ViT = model
+    else:
+        topology.check(model)
+        reference = _gated(model, topology)
+    source: ViT = detach(copy.deepcopy(model))
+    before = getattr(source, "hiap", None)
+    if isinstance(before, Provenance):
+        origin, recipe = before.dense, before.recipe
+    else:
+        origin, recipe = topology.dense, _recipe(source)
+    widths = topology.widths(round_to)
+    compact = rebuild(source, topology, widths)
+    for module in compact.modules():
+        for hooks in [value for name, value in vars(module).items() if name.endswith("_hooks")]:
+            hooks.clear()
+    measured, tolerance = _verify(reference, compact)
+    compact.hiap = Provenance(topology, origin, round_to, measured, tolerance, recipe)
+    return compact
+
+
+def _recipe(model: ViT) -> Recipe:
+    try:
+        return family.describe(model)
+    except CheckpointError:  # such a model can be pruned, and only not be saved
+        return {}
+
+
+def rebuild(source: ViT, topology: Topology, widths: Sequence[Widths]) -> ViT:
+    """Replace the blocks of an ungated model by compact ones that hold what a topology keeps, in place.
+
+    Args:
+        widths: of the new blocks; where they exceed what is kept, zeros fill them.
+    """
+    tensors = source.state_dict()
+    trainable = {name: p.requires_grad for name, p in source.named_parameters()}
+    cuts = slices(topology, widths)
+    compact = shrink(source, widths)
+    state = {}
+    for name in compact.state_dict():
+        tensor = tensors[source_name(name, tensors)]
+        state[name] = take(tensor, *cuts[name]) if name in cuts else tensor
+    compact.load_state_dict(state, strict=True, assign=True)
+    for name, p in compact.named_parameters():
+        p.requires_grad_(trainable[source_name(name, tensors)])
+    return compact
+
+
+def source_name(name: str, source: Container[str]) -> str:
+    """The name a tensor of the compact model has in its source: a constant was the bias of the last layer."""
+    if name in source:
+        return name
+    return name.replace("attn.bias", "attn.proj.bias").replace("mlp.bias", "mlp.fc2.bias")
+
+
+def shrink(model: ViT, widths: Sequence[Widths]) -> ViT:
+    """Replace the blocks of an ungated model by compact ones of these widths, in place; new Linears are on meta."""
+    for i, site in enumerate(family.sites(model)):
+        model.blocks[i] = shrink_block(site.block, site.dim, widths[i])
+    return model
+
+
+def slices(topology: Topology, widths: Sequence[Widths]) -> dict[str, tuple[int, Tensor]]:
+    """For each tensor that is cut: the dimension, and the source index of every row or column, -1 for padding."""
+    cuts = {}
+    for i, (block, old, new) in enumerate(zip(topology.blocks, topology.dense, widths, strict=True)):
+        if new.heads:
+            for name, cut in _attention_cuts(block, old, new).items():
+                cuts[f"blocks.{i}.attn.{name}"] = cut
+        if new.neurons and block.neurons is not None:
+            neurons = _padded(block.neurons, new.neurons)
+            for name, dim in (("fc1.weight", 0), ("fc1.bias", 0), ("fc2.weight", 1)):
+                cuts[f"blocks.{i}.mlp.{name}"] = (dim, neurons)
+    return cuts
+
+
+def _attention_cuts(block: BlockTopology, old: Widths, new: Widths) -> dict[str, tuple[int, Tensor]]:
+    assert block.heads is not None and old.heads is not None
+    queries = _by_head(block.heads, block.qk_dims, old.qk_dim, new.qk_dim)
+    values = _by_head(block.heads, block.value_dims, old.value_dim, new.value_dim)
+    keys = old.heads * old.qk_dim  # offset of k in qkv; v starts at twice that
+    rows = torch.cat([queries, _shift(queries, keys), _shift(values, 2 * keys)])
+    return {"qkv.weight": (0, rows), "qkv.bias": (0, rows), "proj.weight": (1, values)}
+
+
+def _by_head(heads: Sequence[int], dims: Sequence[Sequence[int]], old: int, new: int) -> Tensor:
+    """Source index of each dim of each kept head, every head padded to `new` dims."""
+    return torch.cat([_shift(_padded(kept, new), head * old) for head, kept in zip(heads, dims, strict=True)])
+
+
+def _padded(indices: Sequence[int], length: int) -> Tensor:
+    return torch.tensor([*indices, *[-1] * (length - len(indices))])
+
+
+def _shift(index: Tensor, offset: int) -> Tensor:
+    return torch.where(index < 0, index, index + offset)
+
+
+def take(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
+    """Rows or columns of a tensor by index; -1 gives zeros."""
+    index = index.to(tensor.device)
+    shape = [-1 if d == dim else 1 for d in range(tensor.ndim)]
+    return tensor.index_select(dim, index.clamp(min=0)).masked_fill(index.view(shape) < 0, 0)
+
+
+def _gated(model: nn.Module, topology: Topology) -> ViT:
+    """A copy of the model with gates set to the topology."""
+    reference: ViT = detach(copy.deepcopy(model))
+    sites = family.sites(reference)
+    if any(site.widths.heads or site.widths.neurons for site in sites):
+        tied = any(site.qk_norm for site in sites)
+        attach(reference, [kind for kind in GRANULARITIES if not (tied and kind == "qk_dim")])
+        set_topology(reference, topology)
+    for site, block in zip(sites, topology.blocks, strict=True):  # a constant has no gate: close it by hand
+        site.block.attn = None if block.heads is None and site.widths.heads == 0 else site.block.attn
+        site.block.mlp = None if block.neurons is None and site.widths.neurons == 0 else site.block.mlp
+    return reference
+
+
+def _verify(reference: ViT, compact: ViT) -> tuple[float, float]:
+    """Compare features and logits on random images. Returns the difference and the tolerance.
+
+    The check runs in float64, where rounding is far from any mistake, or in float32 on devices that lack it.
+    """
+    dtype = check_dtype(compact)
+    measured = difference(probe(reference, dtype), probe(compact, dtype))
+    if not measured <= TOLERANCE[dtype]:
+        raise ExtractionError(
+            f"the extracted network does not reproduce the gated one: they differ by {measured:.3g} of the "
+            f"largest output in {dtype}, allowed {TOLERANCE[dtype]:g}. Nothing was written. If the outputs of the "
+            "model itself are finite, please report this with the model's name and the topology."
+        )
+    return measured, TOLERANCE[dtype]
+
+
+def check_dtype(model: nn.Module) -> torch.dtype:
+    """What results are compared in: float64, or float32 on a device that lacks it."""
+    return torch.float32 if next(model.parameters()).device.type == "mps" else torch.float64
+
+
+def difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
+    """Largest difference of tensors, relative to the largest value of the first; NaN if one is NaN."""
+    relative = [
+        (a - b).abs().max() / a.abs().max().clamp(min=torch.finfo(a.dtype).tiny)
+        for a, b in zip(first, second, strict=True)
+    ]
+    return float(torch.stack(relative).max())
+
+
+@torch.no_grad()
+def probe(model: ViT, dtype: torch.dtype, images: int = 2) -> tuple[Tensor, Tensor]:
+    """Features and logits of a model, as they are in eval and this dtype, on fixed random images."""
+    if any(m.training for m in model.modules()) or any(p.dtype != dtype for p in model.parameters()):
+        model = copy.deepcopy(model).to(dtype).eval()
+    x = probe_images(model, images).to(next(model.parameters()))
+    with torch.autocast(x.device.type, enabled=False):
+        features = model.forward_features(x)
+        return features, model.forward_head(features)
+
+
+def probe_images(model: ViT, images: int) -> Tensor:
+    """Random images, always the same, of the size a model takes: float64 on the CPU."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    shape = (images, model.patch_embed.proj.in_channels, *family.image_size(model))
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")

@@ -1,0 +1,429 @@
+"""Compact models on disk: `model.safetensors` and `config.json`, no pickle, no code (docs/format.md).
+
+A folder appears whole or not at all. The weights carry a digest of the configuration and one of themselves, so an
+edited, damaged or exchanged file is noticed, and the same model always gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, astuple, is_dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import timm
+import torch
+from safetensors import SafetensorError, safe_open
+from timm.models._features import FeatureGetterNet
+
+from hiap.errors import CheckpointError, InputError
+from hiap.models import timm as family
+from hiap.models.timm import ViT
+from hiap.nn.compact import Widths
+from hiap.pruning.attach import detach, is_gated
+from hiap.pruning.count import macs, macs_of_widths
+from hiap.pruning.extract import Provenance, probe, shrink
+from hiap.pruning.topology import Topology
+
+__all__ = ["check_savable", "digest_tensors", "load", "load_for_timm", "save"]
+
+FORMAT = 1
+ARCHITECTURE = "hiap_vit"  # that timm finds the model by
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+DIGEST = "hiap_config_sha256"
+TENSORS_DIGEST = "hiap_tensors_sha256"
+EDITABLE = ("class_names", "pretrained_cfg")  # outside the digest: they describe the use, not the network
+REQUIRED = ("skeleton", "blocks", "dense", "topology", "round_to", "macs", "logit_difference", "tolerance")
+
+Folder = str | os.PathLike[str]
+
+
+def save(compact: ViT, folder: Folder, class_names: Sequence[str] | None = None) -> None:
+    """Write a compact model to a folder, replacing a compact model that is there.
+
+    Args:
+        class_names: in the order of the logits; by default those the model was loaded with or timm knows, if they are
+            as many as the classes. After `reset_classifier` to as many other classes, pass the new names.
+
+    Raises:
+        CheckpointError: the model is not a compact one or cannot be rebuilt, the folder holds something else, or the
+            files cannot be written. What was in the folder is still there.
+    """
+    target = Path(folder).resolve()
+    check_target(target)
+    if is_gated(compact) or not isinstance(getattr(compact, "hiap", None), Provenance):
+        raise CheckpointError("only a compact model can be saved; make one with hiap.extract")
+    config = _describe(compact, class_names)
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in compact.state_dict().items()}
+    _check_rebuild(compact, config, state)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{target.parent} cannot be made a folder: {error}") from error
+    try:
+        _write(target, config, state)
+    except (OSError, SafetensorError) as error:
+        left = "the model that was there is unchanged" if target.exists() else "nothing was written"
+        raise CheckpointError(f"{target} cannot be written: {error}; {left}") from error
+
+
+def _write(target: Path, config: dict[str, Any], state: dict[str, torch.Tensor]) -> None:
+    prefix = f".{target.name}.saving-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent, ignore_cleanup_errors=True) as scratch:
+        new, old = Path(scratch, "new"), Path(scratch, "old")
+        new.mkdir()
+        metadata = {"format": "pt", DIGEST: _digest(config), TENSORS_DIGEST: digest_tensors(state)}
+        safetensors.torch.save_file(state, new / WEIGHTS, metadata)
+        _sort_metadata(new / WEIGHTS)
+        (new / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+        shutil.copymode(new / CONFIG, new / WEIGHTS)  # safetensors shuts everybody else out
+        if target.exists():
+            target.rename(old)
+        try:
+            new.rename(target)
+        except BaseException:
+            if old.exists():
+                old.rename(target)
+            raise
+    with suppress(OSError):
+        for entry in target.parent.iterdir():
+            if entry.name.startswith(prefix):  # of a save that was killed
+                shutil.rmtree(entry, ignore_errors=True)
+
+
+def _sort_metadata(file: Path) -> None:
+    """Put the metadata of a safetensors file, which come in any order, in one order; the header keeps its length."""
+    with file.open("r+b") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        stream.seek(8)
+        stream.write(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size))
+
+
+def check_savable(model: ViT) -> None:
+    """Tell before any training whether what is extracted from a model can be saved.
+
+    Args:
+        model: dense, gated or compact; it may be on the meta device.
+
+    Raises:
+        CheckpointError: with the part of the model that no recipe expresses.
+        UnsupportedModelError: the model cannot be pruned at all.
+    """
+    provenance = getattr(model, "hiap", None)
+    recipe = family.describe(model, provenance.recipe if isinstance(provenance, Provenance) else None)
+    widths = [site.widths for site in family.sites(model)]
+    weightless = {
+        id(tensor): torch.nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
+        for tensor in model.parameters()
+    }
+    whole = shrink(detach(copy.deepcopy(model, weightless)), widths)
+    _compare(whole, shrink(family.build(recipe), widths))
+    _pretrained_cfg(model)
+
+
+def load(folder: Folder, device: torch.device | str = "cpu") -> ViT:
+    """Read a compact model, in eval mode and the dtype it was saved in.
+
+    Raises:
+        CheckpointError: the folder is missing, damaged, edited, of an unknown format, or not a compact model.
+    """
+    path, device = Path(folder), torch.device(device)
+    config = _read_config(path)
+    state = _read_weights(path, config)
+    try:
+        dense = _read_widths(config["dense"])
+        topology = Topology.from_json(config["topology"])
+        model = _build(config)
+        model.load_state_dict(state, strict=True, assign=True)
+    except (AssertionError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: {CONFIG} does not describe the weights in {WEIGHTS}: {error}") from error
+    numbers = (config["round_to"], config["logit_difference"], config["tolerance"])
+    model.hiap = Provenance(topology, dense, *numbers, config["skeleton"])
+    if config.get("class_names"):
+        model.class_names = list(config["class_names"])
+    if config.get("pretrained_cfg"):
+        cfg = {k: tuple(v) if isinstance(v, list) else v for k, v in config["pretrained_cfg"].items()}
+        model.pretrained_cfg = model.default_cfg = cfg
+    return model.to(device).eval()
+
+
+def _pretrained_cfg(model: ViT) -> dict[str, Any]:
+    """timm's description of how the model is used, as JSON values."""
+    given: Any = getattr(model, "pretrained_cfg", None)
+    given = asdict(given) if is_dataclass(given) and not isinstance(given, type) else given
+    # Where timm would fetch the dense weights from says nothing about this folder.
+    cfg = {k: v for k, v in (given or {}).items() if k not in ("file", "source", "state_dict")}
+    try:
+        _check_cfg("model.pretrained_cfg", json.loads(json.dumps(cfg)))
+    except (TypeError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"model.pretrained_cfg cannot be written as JSON: {error}") from error
+    return cfg
+
+
+def _check_cfg(where: str, cfg: dict[str, Any]) -> None:
+    """Refuse values of a pretrained_cfg that timm could not read."""
+    for name, value in cfg.items():
+        fits = CFG_VALUES.get(name)
+        if value is not None and fits is not None and not fits(value):
+            raise CheckpointError(f"{where} has {name} {str(value)[:40]!r}, which timm cannot read")
+
+
+def _describe(model: ViT, class_names: Sequence[str] | None) -> dict[str, Any]:
+    provenance: Provenance = model.hiap
+    cfg = _pretrained_cfg(model)
+    if class_names is not None and len(class_names) != model.num_classes:
+        raise CheckpointError(f"{len(class_names)} class names for {model.num_classes} classes")
+    names = class_names if class_names is not None else getattr(model, "class_names", None) or cfg.get("label_names")
+    if names is not None and len(names) != model.num_classes:
+        names = None  # those of an earlier classifier
+    if names is None:
+        cfg.pop("label_names", None)
+    return {
+        "format": FORMAT,
+        "architecture": ARCHITECTURE,
+        "family": family.FAMILY,
+        "versions": {"hiap": version("hiap"), "torch": str(torch.__version__), "timm": timm.__version__},
+        "num_classes": model.num_classes,
+        "num_features": model.num_features,
+        "macs": macs(model),
+        "dense_macs": macs_of_widths(model, provenance.dense),
+        "params": sum(p.numel() for p in model.parameters()),
+        "round_to": provenance.round_to,
+        "logit_difference": provenance.logit_difference,
+        "tolerance": provenance.tolerance,
+        "class_names": [str(name) for name in names] if names is not None else None,
+        "pretrained_cfg": cfg,
+        "skeleton": family.describe(model, provenance.recipe),
+        "blocks": [asdict(site.widths) for site in family.sites(model)],
+        "dense": [asdict(widths) for widths in provenance.dense],
+        "topology": provenance.topology.to_json(),
+    }
+
+
+def _build(config: dict[str, Any]) -> ViT:
+    """The network of a configuration, on the meta device."""
+    widths, dense = _read_widths(config["blocks"]), _read_widths(config["dense"])
+    skeleton = family.build(config["skeleton"])
+    if not len(widths) == len(dense) == len(skeleton.blocks):
+        raise CheckpointError(
+            f"{len(widths)} blocks, {len(dense)} dense ones and a depth of {len(skeleton.blocks)} do not agree"
+        )
+    for i, (one, limit) in enumerate(zip(widths, dense, strict=True)):
+        if any((small or 0) > (large or 0) for small, large in zip(astuple(one), astuple(limit), strict=True)):
+            raise CheckpointError(f"block {i} has {one}, more than the dense {limit}")
+    return shrink(skeleton, widths)
+
+
+def _read_widths(entries: Any) -> tuple[Widths, ...]:
+    widths = tuple(Widths(**entry) for entry in entries)
+    for one in widths:
+        for name, value in asdict(one).items():
+            if (type(value) is not int or value < 0) and not (value is None and name in ("heads", "neurons")):
+                raise CheckpointError(f"{name} must be a count; found {str(value)[:40]!r}")
+        if one.heads and not one.qk_dim * one.value_dim:
+            raise CheckpointError(f"heads need q/k and value dims; found {one}")
+    return widths
+
+
+def _compare(model: ViT, rebuilt: ViT) -> None:
+    """Raise a CheckpointError at the first module of a compact model that its recipe does not give."""
+    has, gives = dict(model.named_modules()), dict(rebuilt.named_modules())
+    for name in [*has, *gives]:
+        one, other = _in_words(has.get(name)), _in_words(gives.get(name))
+        if one != other:
+            raise CheckpointError(f"{CHANGED}: {name or 'the model'} is {one}, the recipe gives {other}")
+    shapes = [{name: tuple(tensor.shape) for name, tensor in one.state_dict().items()} for one in (model, rebuilt)]
+    for name in [*shapes[0], *shapes[1]]:
+        if shapes[0].get(name) != shapes[1].get(name):
+            has_shape, gives_shape = (shape.get(name, "none") for shape in shapes)
+            raise CheckpointError(f"{CHANGED}: {name} has the shape {has_shape}, the recipe gives {gives_shape}")
+
+
+CHANGED = "the model has a part the recipe cannot express"
+
+
+def _in_words(module: torch.nn.Module | None) -> str:
+    """A module without its children. Equal numbers read alike, be they integers or floats."""
+    if module is None:
+        return "missing"
+    words = module.extra_repr()
+    if "eps" not in words and hasattr(module, "eps"):
+        words += f"eps={module.eps}"
+    words = re.sub(r"(?<![\w.])\d+(\.\d+)?(e[-+]?\d+)?(?![\w.])", lambda n: repr(float(n[0])).removesuffix(".0"), words)
+    return f"{type(module).__name__}({words})"
+
+
+def _check_rebuild(model: ViT, config: dict[str, Any], state: dict[str, torch.Tensor]) -> None:
+    """Refuse a model that the recipe does not rebuild, as one with a classifier of somebody's own."""
+    like = next(model.parameters())
+    rebuilt = _build(config)
+    _compare(model, rebuilt)
+    try:
+        rebuilt.load_state_dict(state, strict=True, assign=True)
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{CHANGED}: {error}") from error
+    if not all(bool(tensor.isfinite().all()) for tensor in state.values()):
+        raise CheckpointError("some weights are not finite: the run that trained them has diverged")
+    outputs = zip(probe(model, like.dtype), probe(rebuilt.to(like.device), like.dtype), strict=True)
+    if not all(torch.equal(a, b) for a, b in outputs):
+        raise CheckpointError("the model rebuilt from its recipe has other outputs: some layer was changed")
+
+
+def check_target(target: Path) -> None:
+    """Refuse a folder that a model cannot be saved as."""
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target} is a file; name a folder")
+    if target == Path.cwd() or target in Path.cwd().parents:
+        raise CheckpointError(
+            f"{target} is or holds the working folder and cannot be replaced; name a folder inside it"
+        )
+    if target.is_dir():
+        foreign = sorted(entry.name for entry in target.iterdir() if entry.name not in (CONFIG, WEIGHTS))
+        if foreign:
+            raise CheckpointError(
+                f"{target} holds {foreign[0]!r}, which saving would remove; name an empty folder or one that holds "
+                f"only {CONFIG} and {WEIGHTS}"
+            )
+        if any(target.iterdir()):
+            _read_config(target)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such folder")
+    file = path / CONFIG
+    if not file.is_file():
+        raise CheckpointError(f"{path} has no {CONFIG}: it is not a compact model")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not valid JSON ({error}); it was edited or cut short") from error
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if not isinstance(config, dict) or config.get("architecture") != ARCHITECTURE:
+        raise CheckpointError(f"{file} is not a compact model's (no architecture {ARCHITECTURE!r}): another project's?")
+    if config.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{file} has format {config.get('format')!r}; this version reads {FORMAT}. Update hiap to read a newer one"
+        )
+    if config.get("family") != family.FAMILY:
+        raise CheckpointError(f"{file} names the family {config.get('family')!r}; this version knows {family.FAMILY!r}")
+    missing = [key for key in REQUIRED if key not in config]
+    if missing:
+        raise CheckpointError(f"{file} lacks {', '.join(missing)}; it was edited")
+    _check_values(file, config)
+    return config
+
+
+def _check_values(file: Path, config: dict[str, Any]) -> None:
+    for name, least in (("round_to", 1), ("num_classes", 0)):
+        if type(config.get(name)) is not int or config[name] < least:
+            raise CheckpointError(f"{file}: {name} must be a count; found {str(config.get(name))[:40]!r}")
+    for name in ("logit_difference", "tolerance"):
+        if type(config[name]) not in (int, float):
+            raise CheckpointError(f"{file}: {name} must be a number; found {str(config[name])[:40]!r}")
+    names, cfg = config.get("class_names"), config.get("pretrained_cfg")
+    if names is not None and not (_is_list(names, str) and len(names) == config["num_classes"]):
+        raise CheckpointError(f"{file}: class_names must be a list of {config['num_classes']} names, or null")
+    if cfg is not None and not isinstance(cfg, dict):
+        raise CheckpointError(f"{file}: pretrained_cfg must be an object")
+    _check_cfg(f"{file}: pretrained_cfg", cfg or {})
+
+
+def _is_list(value: Any, *kinds: type) -> bool:
+    return isinstance(value, list) and all(type(one) in kinds for one in value)
+
+
+# What timm and hiap read of a pretrained_cfg.
+CFG_VALUES: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(
+        ("input_size", "test_input_size", "min_input_size"),
+        lambda value: _is_list(value, int) and len(value) == 3 and min(value) > 0,
+    ),
+    **dict.fromkeys(("mean", "std"), lambda value: _is_list(value, int, float) and len(value) > 0),
+    **dict.fromkeys(("crop_pct", "test_crop_pct"), lambda value: type(value) in (int, float) and value > 0),
+    **dict.fromkeys(("interpolation", "crop_mode", "architecture", "tag"), lambda value: isinstance(value, str)),
+    "num_classes": lambda value: type(value) is int and value >= 0,
+    "fixed_input_size": lambda value: isinstance(value, bool),
+    "label_names": lambda value: _is_list(value, str),
+}
+
+
+def _read_weights(path: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    file = path / WEIGHTS
+    if not file.is_file():
+        raise CheckpointError(f"{path} has no {WEIGHTS}")
+    try:
+        with safe_open(file, "pt") as weights:
+            metadata = weights.metadata() or {}
+            if DIGEST not in metadata:
+                raise CheckpointError(f"{file} was not written by hiap.save: it has no digest of its {CONFIG}")
+            if metadata[DIGEST] != _digest(config):
+                raise CheckpointError(f"{path / CONFIG} was edited, or belongs to other weights than {WEIGHTS}")
+            state = {name: weights.get_tensor(name) for name in weights.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is damaged or cut short ({error})") from error
+    # Folders of earlier versions have no digest of their tensors.
+    if TENSORS_DIGEST in metadata and metadata[TENSORS_DIGEST] != digest_tensors(state):
+        raise CheckpointError(f"{file} is damaged: its tensors are not those that were saved")
+    return state
+
+
+def _digest(config: dict[str, Any]) -> str:
+    bound = {key: value for key, value in config.items() if key not in EDITABLE}
+    return hashlib.sha256(json.dumps(bound, sort_keys=True).encode()).hexdigest()
+
+
+def digest_tensors(state: dict[str, torch.Tensor]) -> str:
+    """A digest of names, dtypes, shapes and values."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(state.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def load_for_timm(
+    pretrained_cfg: Any,
+    pretrained_cfg_overlay: Any = None,
+    cache_dir: Any = None,
+    num_classes: int | None = None,
+    img_size: int | tuple[int, int] | None = None,
+    features_only: bool = False,
+    out_indices: int | Sequence[int] = 3,
+    **unknown: Any,
+) -> torch.nn.Module:
+    """What `timm.create_model("local-dir:FOLDER")` gives back, in training mode.
+
+    `features_only` gives the feature maps of the last blocks or of `out_indices`, as for timm's own ViTs.
+    """
+    folder = (pretrained_cfg or {}).get("file") if isinstance(pretrained_cfg, dict) else None
+    if folder is None:
+        raise InputError("hiap_vit describes a saved model: create it with timm.create_model('local-dir:FOLDER')")
+    if unknown:
+        raise InputError(
+            f"hiap_vit takes num_classes, img_size, features_only and out_indices; found {', '.join(sorted(unknown))}"
+        )
+    model = load(folder)
+    if num_classes is not None and num_classes != model.num_classes:
+        model.reset_classifier(num_classes)
+        model.__dict__.pop("class_names", None)
+    if img_size is not None:
+        model.set_input_size(img_size)
+    result: torch.nn.Module = FeatureGetterNet(model, out_indices) if features_only else model
+    return result.train()

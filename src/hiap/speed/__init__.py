@@ -1,0 +1,1 @@
+"""The clock: faster inference, latency tables measured on a device, and benchmarks."""

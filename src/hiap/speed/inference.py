@@ -1,0 +1,209 @@
+"""The same function with less memory traffic, for inference: `optimize` works on dense and compact models alike.
+
+In bf16 the matrix products of a pruned ViT shrink as they should; what is left over does not. Three exact changes:
+
+- The patch embedding is one matrix product over rows of pixels. Rows of zeros stand for the prefix tokens, so that all
+  tokens and positions come from one product and one addition: no convolution, no layout copies, no concatenation.
+- Where the classifier reads prefix tokens alone, the last block computes only those: its queries, projection and FFN
+  run on one token instead of all, and so does the final norm.
+- Heads whose q/k and value widths differ are padded to the greater of both, where the device is faster with it.
+
+What a compiler does better (residual + norm, bias + GELU) is left to `torch.compile`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import replace
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hiap.errors import ExtractionError, InputError
+from hiap.models import timm as family
+from hiap.models.timm import Site, ViT
+from hiap.nn.compact import Attention, Block, Widths, shrink_block
+from hiap.pruning.attach import is_gated
+from hiap.pruning.extract import TOLERANCE, check_dtype, difference, probe_images, rebuild
+from hiap.pruning.topology import Topology
+from hiap.speed.clock import materialise, timings
+
+__all__ = ["Optimized", "compiled", "optimize"]
+
+
+class Stem(nn.Module):
+    """Patch embedding, prefix tokens and positions: one matrix product and one addition.
+
+    Args:
+        weight: of the patch embedding, (D, C * P * Q).
+        table: what is added to each token, (1, N, D); its first `prefix` rows are the prefix tokens themselves.
+        size, patch: height and width of an image and of a patch.
+    """
+
+    def __init__(
+        self, weight: Tensor, table: Tensor, size: tuple[int, int], patch: tuple[int, int], prefix: int
+    ) -> None:
+        super().__init__()
+        self.weight, self.table = (nn.Parameter(tensor, weight.requires_grad) for tensor in (weight, table))
+        self.size, self.patch, self.prefix = size, patch, prefix
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, C, H, W = x.shape
+        if self.size != (H, W):
+            raise InputError(f"the model is optimised for images of {self.size[0]}x{self.size[1]}; found {H}x{W}")
+        P, Q = self.patch
+        h, w = H // P, W // Q
+        rows = x.new_zeros(B, self.prefix + h * w, C * P * Q)
+        x = x[..., : h * P, : w * Q]  # what does not fill a patch is not seen
+        pixels = x.reshape(B, C, h, P, w, Q).permute(0, 2, 4, 1, 3, 5)  # (B, h, w, C, P, Q)
+        rows[:, self.prefix :] = pixels.reshape(B, h * w, C * P * Q)
+        return F.linear(rows, self.weight) + self.table
+
+
+class LastBlock(nn.Module):
+    """A block of which only the first tokens are read."""
+
+    def __init__(self, block: Block, tokens: int) -> None:
+        super().__init__()
+        self.block, self.tokens = block, tokens
+
+    def forward(self, x: Tensor) -> Tensor:
+        block, first = self.block, x[:, : self.tokens]
+        if isinstance(block.attn, Attention):
+            first = first + block.ls1(_attend(block.attn, block.norm1(x), self.tokens))
+        elif block.attn is not None:
+            first = first + block.ls1(block.attn(first))
+        if block.mlp is not None:
+            first = first + block.ls2(block.mlp(block.norm2(first)))
+        return first
+
+
+def _attend(attn: Attention, x: Tensor, tokens: int) -> Tensor:
+    """Attention of the first tokens to all."""
+    B, N, _ = x.shape
+    H, width, bias = attn.num_heads, attn.split[0], attn.qkv.bias
+    q = F.linear(x[:, :tokens], attn.qkv.weight[:width], None if bias is None else bias[:width])
+    kv = F.linear(x, attn.qkv.weight[width:], None if bias is None else bias[width:])
+    k, v = kv.split(attn.split[1:], dim=-1)  # type: ignore[no-untyped-call]
+    q = attn.q_norm(q.view(B, tokens, H, attn.qk_dim)).transpose(1, 2)
+    k = attn.k_norm(k.view(B, N, H, attn.qk_dim)).transpose(1, 2)
+    v = v.view(B, N, H, attn.value_dim).transpose(1, 2)
+    x = F.scaled_dot_product_attention(q, k, v, scale=attn.head_dim**-0.5)
+    x = attn.proj(x.transpose(1, 2).reshape(B, tokens, attn.split[2]))
+    return x
+
+
+class Optimized(nn.Module):
+    """A ViT for inference at one image size: logits in eval mode are those of the model it was made from."""
+
+    def __init__(self, model: ViT) -> None:
+        super().__init__()
+        self.stem = _stem(model)
+        if self.stem is not None:
+            model.patch_embed = nn.Identity()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        model: ViT = self.model
+        if self.stem is None:
+            x = model.norm_pre(model._pos_embed(model.patch_embed(x)))
+        else:
+            x = model.norm_pre(self.stem(x))
+        for block in model.blocks:
+            x = block(x)
+        logits: Tensor = model.forward_head(model.norm(x))
+        return logits
+
+
+@torch.no_grad()
+def optimize(
+    model: nn.Module,
+    dtype: torch.dtype | None = None,
+    batch: int = 64,
+    pad: bool | None = None,
+    last_block: bool = True,
+) -> Optimized:
+    """A copy of a dense or compact model that is faster at inference and computes the same logits.
+
+    Args:
+        dtype: of the result; the model's own by default. Weights are folded before they are cast.
+        batch: images at a time that the result is meant for.
+        pad: whether heads whose q/k and value widths differ get the greater of both, with zeros, as some attention
+            kernels want. By default either form is timed on the model's device, and the faster is kept.
+        last_block: whether the last block computes only what the classifier reads.
+
+    Raises:
+        UnsupportedModelError: the model is of another family.
+        ExtractionError: the logits differ (relative to the largest, in float64 where the device has it).
+    """
+    family.sites(model)
+    if is_gated(model):
+        raise InputError("the model has gates: extract it first")
+    dtype = dtype or next(model.parameters()).dtype
+    source: ViT = copy.deepcopy(model).eval()
+    if next(source.parameters()).dtype.itemsize < 4:
+        source = source.float()
+    check = check_dtype(source)
+    x = probe_images(source, 2).to(next(source.parameters()).device, check)
+    expected = copy.deepcopy(source).to(check)(x)
+    sites, cases = family.sites(source), (batch, family.tokens(source), dtype)
+    wanted = {site.widths: _square(site) for site in sites}
+    chosen = {
+        w: wide if w != wide and (_gains(sites, w, wide, *cases) if pad is None else pad) else w
+        for w, wide in wanted.items()
+    }
+    source = rebuild(source, Topology.from_counts(source), [chosen[site.widths] for site in sites])
+    if last_block and source.global_pool == "token":
+        source.blocks[-1] = LastBlock(source.blocks[-1], source.num_prefix_tokens)
+    fast = Optimized(source).eval()
+    measured = difference([expected], [copy.deepcopy(fast).to(check)(x)])
+    if not measured <= TOLERANCE[check]:
+        raise ExtractionError(f"the optimised network does not reproduce its model: they differ by {measured:.3g}")
+    return fast.to(dtype)
+
+
+def _square(site: Site) -> Widths:
+    """Widths with q/k and value dims alike; q/k dims that are normalised stay."""
+    w = site.widths
+    if not w.heads or site.qk_norm:
+        return w
+    return replace(w, qk_dim=max(w.qk_dim, w.value_dim), value_dim=max(w.qk_dim, w.value_dim))
+
+
+def _gains(sites: list[Site], now: Widths, wide: Widths, batch: int, tokens: int, dtype: torch.dtype) -> bool:
+    """Whether attention of the wider heads is faster, by the clock, on the device of the model."""
+    site = next(site for site in sites if site.widths == now)
+    device = next(site.block.parameters()).device
+    batch = batch if device.type == "cuda" else min(batch, 4)
+    x = torch.randn(batch, tokens, site.dim, device=device, dtype=dtype)
+    forms: list[ViT] = [
+        materialise(shrink_block(copy.deepcopy(site.block), site.dim, w), device).to(dtype).eval() for w in (now, wide)
+    ]
+    first, second = timings([functools.partial(form.attn, x) for form in forms], device, 3, 10)
+    return min(second) < 0.98 * min(first)
+
+
+def _stem(model: ViT) -> Stem | None:
+    """The stem of a model with a plain patch embedding and fixed positions, else None."""
+    embed = model.patch_embed
+    if model.dynamic_img_size or embed.dynamic_img_pad or not isinstance(embed.norm, nn.Identity):
+        return None
+    proj, (rows, columns) = embed.proj, embed.grid_size
+    zero = proj.weight.new_zeros(1, *((rows * columns,) if embed.flatten else (rows, columns)), model.embed_dim)
+    table = model._pos_embed(zero).clone()
+    if proj.bias is not None:
+        table[:, model.num_prefix_tokens :] += proj.bias
+    sizes = (family.image_size(model), tuple(proj.kernel_size))
+    return Stem(proj.weight.flatten(1), table, *sizes, model.num_prefix_tokens)
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    """`torch.compile` as pruned widths want it.
+
+    By default the compiler pads the rows of intermediate results to 128 bytes. Where a width is no multiple of that,
+    the product that writes them then loses its fused bias and pays with two more passes over its output.
+    """
+    return cast(nn.Module, torch.compile(model, dynamic=False, options={"comprehensive_padding": False}))

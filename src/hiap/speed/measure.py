@@ -1,0 +1,212 @@
+"""Measuring a latency table: the parts of a model over a grid of widths, each on the clock of a mode and a unit.
+
+The attention branch of a block is timed over heads x q/k dims x value dims, the FFN branch over neurons, each with its
+norm and residual and several in a row as in a network; and what is outside the blocks.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from hiap.budget.latency import AXES, MODES, PRECISIONS, UNITS, LatencyError, LatencyTable
+from hiap.models import timm as family
+from hiap.models.timm import ViT
+from hiap.nn.compact import Widths, shrink_block
+from hiap.pruning.attach import is_gated
+from hiap.speed.clock import Call, device_name, graphed, materialise, precision, timings
+from hiap.speed.inference import compiled, optimize
+
+__all__ = ["measure", "network_cost"]
+
+CHAIN = 4  # copies of a part in one timed call, one after the other as in a network
+
+
+@torch.inference_mode()
+def measure(
+    model: nn.Module,
+    device: torch.device,
+    precision_name: str = "bf16",
+    batch: int = 256,
+    unit: str = "ms",
+    mode: str | None = None,
+    name: str = "",
+    grid: dict[str, list[int]] | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> LatencyTable:
+    """Time the parts of a model without gates, dense or compact, over a grid of widths. The model is not changed.
+
+    Compiling every point would take too long. What a compiler fuses does not depend on the widths (residual and norm),
+    so for the mode "compile" parts are timed uncompiled, and what compiling gains at the whole width is taken off all.
+
+    Args:
+        unit: "ms", or "mJ" on GPUs that report energy (NVML).
+        mode: one of MODES; by default "graph" with CUDA, else "eager".
+        name: of the model, for the record.
+        grid: widths of the axes heads, qk_dim, value_dim and neurons; a default for what is not given.
+
+    Raises:
+        LatencyError: a setting is unknown, or cannot be had on the device.
+    """
+    mode = mode or ("graph" if device.type == "cuda" else "eager")
+    if precision_name not in PRECISIONS:
+        raise LatencyError(f"precision must be one of {', '.join(PRECISIONS)}; found {precision_name!r}")
+    if batch < 1:
+        raise LatencyError(f"batch must be at least 1; found {batch}")
+    clock = _clock(unit, device, mode)
+    sites = family.sites(model)
+    if is_gated(model):
+        raise LatencyError("the model has gates: measure it without (hiap.detach, or a model made anew)")
+    most = {axis: max(getattr(site.widths, axis) or 0 for site in sites) for axis in AXES}
+    if not all(most.values()):
+        raise LatencyError("the model has no attention or no FFN left; measure the dense one")
+    whole, dim, tokens = Widths(**most), sites[0].dim, family.tokens(model)
+    template = copy.deepcopy(next(site.block for site in sites if site.widths.heads))
+    ffn_of = copy.deepcopy(next(site.block for site in sites if site.widths.neurons))
+    template.norm2, template.mlp, template.ls2 = ffn_of.norm2, ffn_of.mlp, ffn_of.ls2
+    axes = _grid(whole, unit) | (grid or {})
+    if any(site.qk_norm for site in sites):  # which ties the q/k dims of a head together
+        axes["qk_dim"] = [whole.qk_dim]
+    with precision(precision_name) as dtype:
+        x = torch.randn(batch, tokens, dim, device=device, dtype=dtype)
+
+        def chain(widths: Widths, length: int) -> nn.Module:
+            blocks = [shrink_block(copy.deepcopy(template), dim, widths) for _ in range(length)]
+            return materialise(nn.Sequential(*blocks), device).to(dtype).eval()
+
+        def branch(widths: Widths) -> float:
+            return clock(functools.partial(chain(widths, CHAIN), x)) / CHAIN
+
+        def gain(widths: Widths) -> float:
+            """What compiling saves of a branch that has others before and after it."""
+            if mode != "compile":
+                return 0.0
+            torch.compiler.reset()
+            short, long = (clock(functools.partial(compiled(chain(widths, n)), x)) for n in (CHAIN, 2 * CHAIN))
+            return branch(widths) - (long - short) / CHAIN
+
+        branch(whole)  # warms the device up
+        off = gain(replace(whole, neurons=None))
+        attention = [
+            _less(branch(Widths(heads, queries, values, None)), off)
+            for heads, queries, values in itertools.product(*(axes[axis] for axis in AXES[:3]))
+        ]
+        say(f"attention: {len(attention)} points")
+        off = gain(Widths(None, 0, 0, whole.neurons))
+        ffn = [_less(branch(Widths(None, 0, 0, neurons)), off) for neurons in axes["neurons"]]
+        say(f"FFN: {len(ffn)} points")
+        outside, dense = (network_cost(one, device, dtype, batch, mode, unit) for one in (_hollow(model), model))
+    return LatencyTable(
+        unit=unit,
+        device=device_name(device),
+        precision=precision_name,
+        batch=batch,
+        mode=mode,
+        model=name,
+        dim=dim,
+        tokens=tokens,
+        heads=axes["heads"],
+        qk_dim=axes["qk_dim"],
+        value_dim=axes["value_dim"],
+        neurons=axes["neurons"],
+        attention=torch.tensor(attention, dtype=torch.float64).view([len(axes[axis]) for axis in AXES[:3]]).tolist(),
+        ffn=ffn,
+        outside=outside,
+        dense=dense,
+        torch_version=torch.__version__,
+    )
+
+
+def network_cost(
+    model: nn.Module, device: torch.device, dtype: torch.dtype, batch: int, mode: str, unit: str = "ms"
+) -> float:
+    """A forward of a whole network on the clock that tables of a mode and a unit are made with."""
+    clock = _clock(unit, device, mode)
+    net: ViT = copy.deepcopy(model).to(device).eval()
+    shape = (batch, net.patch_embed.proj.in_channels, *family.image_size(net))
+    x = torch.randn(shape, device=device, dtype=dtype)
+    run: nn.Module = net
+    if mode == "compile":
+        torch.compiler.reset()
+        run = compiled(optimize(net, dtype, batch, last_block=False))
+    else:
+        net.to(dtype)
+    with torch.inference_mode():
+        return clock(lambda: run(x))
+
+
+def _less(cost: float, gain: float) -> float:
+    return max(cost - gain, 0.1 * cost)
+
+
+def _grid(widths: Widths, unit: str) -> dict[str, list[int]]:
+    """Widths to measure at. Energy takes half a second a point, so its grid is coarse."""
+    heads, neurons = widths.heads or 1, widths.neurons or 1
+    coarse = unit == "mJ"
+    return {
+        "heads": _steps(heads, 3 if coarse else 8, 1),
+        "qk_dim": _steps(widths.qk_dim or 1, 2 if coarse else 4, 8),
+        "value_dim": _steps(widths.value_dim or 1, 2 if coarse else 4, 8),
+        "neurons": _steps(neurons, 8 if coarse else 32, 8),
+    }
+
+
+def _steps(most: int, parts: int, multiple: int) -> list[int]:
+    """About so many widths up to the whole one, in multiples, and the least."""
+    every = {-(-most * i // parts // multiple) * multiple for i in range(1, parts + 1)}
+    return sorted({min(multiple, most), most, *(n for n in every if 0 < n < most)})
+
+
+def _hollow(model: nn.Module) -> ViT:
+    """The model without its blocks."""
+    net: ViT = copy.deepcopy(model)
+    net.blocks = nn.Sequential()
+    return net
+
+
+def _clock(unit: str, device: torch.device, mode: str) -> Callable[[Call], float]:
+    """What one call costs, in the unit, on the device."""
+    if unit not in UNITS:
+        raise LatencyError(f"unit must be one of {', '.join(UNITS)}; found {unit!r}")
+    if mode not in MODES:
+        raise LatencyError(f"mode must be one of {', '.join(MODES)}; found {mode!r}")
+    if mode != "eager" and device.type != "cuda":
+        raise LatencyError(f"mode {mode!r} needs a CUDA device; found {device}: measure with mode 'eager'")
+    prepare: Callable[[Call], Call] = (lambda run: graphed(run, device)) if mode != "eager" else (lambda run: run)
+    if unit == "mJ":
+        return _energy_clock(device, prepare)
+    # What disturbs a clock makes it slow, never fast.
+    return lambda run: min(timings([prepare(run)], device, 2, 20)[0])
+
+
+def _energy_clock(
+    device: torch.device, prepare: Callable[[Call], Call], seconds: float = 0.5
+) -> Callable[[Call], float]:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode())
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    except Exception as error:
+        raise LatencyError(f"{device} reports no energy ({error}); it takes an NVIDIA GPU and nvidia-ml-py") from error
+
+    def clock(run: Call) -> float:
+        call, calls = prepare(run), 0
+        torch.cuda.synchronize(device)
+        before, start = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), time.perf_counter()
+        while time.perf_counter() - start < seconds:
+            for _ in range(10):
+                call()
+            calls += 10
+            torch.cuda.synchronize(device)
+        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) - before) / calls
+
+    return clock

@@ -1,0 +1,387 @@
+"""What a run is made of: the dense model, data, teacher, schedule, cost and controller of a target."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import timm
+import torch
+from timm.data import resolve_data_config
+from torch import nn
+
+from hiap.budget.controller import Controller, Floors
+from hiap.budget.cost import Cost, MacCost, ParamCost, in_words
+from hiap.budget.latency import UNITS, LatencyCost
+from hiap.budget.target import Target
+from hiap.data.images import Loading
+from hiap.data.sources import Augmentation, ByteData, Data, LoaderData, check_source, open_data
+from hiap.models import timm as family
+from hiap.models.timm import ViT
+from hiap.models.weights import load_weights, read_weights, short_reason, trained_model
+from hiap.pruning.attach import attach, check_finite, gates
+from hiap.pruning.count import macs
+from hiap.pruning.saving import check_savable
+from hiap.training.config import Config, ConfigError
+from hiap.training.objective import Teacher
+from hiap.training.schedule import BATCH, Schedule, dense_rate, pruning_rate
+
+__all__ = [
+    "Setup",
+    "as_data",
+    "check_parts",
+    "dense_model",
+    "fit_classifier",
+    "load_data",
+    "make_controller",
+    "make_cost",
+    "make_schedule",
+    "make_teacher",
+    "model_arguments",
+    "normalisation",
+    "note_preprocessing",
+    "other_teacher",
+    "steps_per_epoch",
+]
+
+ENOUGH = 200  # steps that gates and weights need to learn anything
+LEAST = 16  # images of a batch, by default
+Normalisation = tuple[tuple[float, ...], tuple[float, ...]]  # mean and std, a value a channel
+
+
+def fit_classifier(config: Config, model: ViT, name: str, trained: bool, classes: int) -> bool:
+    """Give the model as many classes as the data has. Returns whether its classifier is new.
+
+    Args:
+        name: of the model, for errors.
+        trained: whether it has weights that were trained before.
+
+    Raises:
+        ConfigError: it would have to teach itself with a new, random classifier.
+    """
+    if model.num_classes == classes:
+        return False
+    if trained and config.dense_epochs == 0 and config.teacher == "self" and config.taught:
+        raise ConfigError(
+            f"the weights of {name} are for {model.num_classes or 'no'} classes, the data has {classes}: with "
+            "a new classifier the dense model has nothing to teach. Pass --weights FILE of one trained on this data, "
+            "--dense-epochs N to fine-tune it first, or --teacher none"
+        )
+    model.reset_classifier(classes)
+    return True
+
+
+def other_teacher(config: Config, classes: int, channels: int) -> nn.Module | None:
+    """The teacher where it is another model than the dense one.
+
+    Raises:
+        ConfigError: timm does not know it, its weights cannot be had, or it does not fit the data.
+    """
+    if config.teacher == "self" or not config.taught:
+        return None
+    given = config.teacher_weights
+    try:
+        model: nn.Module = timm.create_model(
+            config.teacher, pretrained=given is None, **({"num_classes": classes} if given else {})
+        )
+    except Exception as error:
+        raise ConfigError(
+            f"the teacher {config.teacher} cannot be had ({short_reason(error)}). Pass --teacher-weights FILE, or "
+            "--teacher self"
+        ) from error
+    if given is not None:
+        what = f"teacher {config.teacher} with the {classes} classes of the data"
+        load_weights(model, read_weights(given), given, config.teacher, what)
+    own = getattr(model, "num_classes", None), resolve_data_config({}, model=model)["input_size"][0]
+    if own != (classes, channels):
+        raise ConfigError(
+            f"the teacher {config.teacher} has {own[0]} classes and {own[1]} channels, the data {classes} and "
+            f"{channels}. Pass --teacher-weights FILE of one trained on this data, or --teacher self"
+        )
+    return model
+
+
+def make_teacher(config: Config, dense: ViT, norm: Normalisation, other: nn.Module | None) -> Teacher | None:
+    """The teacher of a run, if it has one: the other model, else the dense one as it is now."""
+    if not config.taught:
+        return None
+    device = next(dense.parameters()).device
+    dtype = torch.bfloat16 if config.precision == "bf16" else None
+    if other is None:
+        return Teacher(copy.deepcopy(dense), norm, norm, None, device, dtype, watched=config.features_weight > 0)
+    found = resolve_data_config({}, model=other)
+    own = tuple(found["mean"]), tuple(found["std"])
+    return Teacher(other, norm, own, found["input_size"][1:], device, dtype)
+
+
+def normalisation(config: Config, model: ViT) -> Normalisation:
+    """Mean and std of the input: the configuration's, else the model's own."""
+    channels, own = model.patch_embed.proj.in_channels, resolve_data_config({}, model=model)
+    for name in ("mean", "std"):
+        if len(set(own[name])) == 1:  # the same for every channel, however many there are
+            own[name] = own[name][:1] * channels
+    mean, std = config.mean or own["mean"], config.std or own["std"]
+    if len(mean) != channels or len(std) != channels:
+        raise ConfigError(
+            f"mean and std must have {channels} values, one a channel; found {list(mean)} and {list(std)}"
+        )
+    return tuple(mean), tuple(std)
+
+
+def note_preprocessing(model: ViT, norm: Normalisation, data: Data) -> None:
+    """Let the model itself say what it is trained on, for whoever loads it: size, normalisation, crop and classes."""
+    size = (model.patch_embed.proj.in_channels, *family.image_size(model))
+    own = {"input_size": size, "mean": norm[0], "std": norm[1], "num_classes": model.num_classes}
+    if isinstance(data, ByteData):  # holds whole images, of one size
+        own |= {"crop_pct": 1.0, "crop_mode": "squash"}
+    model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, **own}
+
+
+def load_data(config: Config, model: ViT, device: torch.device) -> Data:
+    """What `config.data` names, as the model sees it: its size, normalisation, interpolation and crop."""
+    own = resolve_data_config({}, model=model)
+    loading = Loading(
+        size=family.image_size(model),
+        normalisation=normalisation(config, model),
+        augmentation=Augmentation(config.crop, config.flip, config.policy, config.erase),
+        device=torch.device("cpu") if config.data_device == "cpu" and config.data != "digits" else device,
+        seed=config.seed,
+        workers=config.workers,
+        strict=config.strict_data,
+        channels=model.patch_embed.proj.in_channels,
+        **{name: own[name] for name in ("interpolation", "crop_pct", "crop_mode")},
+    )
+    return open_data(
+        config.data,
+        loading,
+        config.data_device != "loader",
+        config.model_args.get("num_classes"),
+        **{name: getattr(config, name) for name in ("val_split", "input_key", "target_key", "download")},
+    )
+
+
+def steps_per_epoch(config: Config, data: Data) -> int:
+    """Whole batches of the training images.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    steps = data.train_size // config.batch_size
+    if steps == 0:
+        raise ConfigError(f"batch_size {config.batch_size} is more than the {data.train_size} training images")
+    return steps
+
+
+def default_batch(config: Config, data: Data) -> int:
+    """The batch size where none is given: a loader's own, else 256, or less so that a short run has enough steps."""
+    if isinstance(data, LoaderData) and data.batch:
+        return data.batch
+    batch = BATCH
+    while batch > LEAST and config.epochs * (data.train_size // batch) < ENOUGH:
+        batch //= 2
+    return batch
+
+
+def check_parts(config: Config, processes: int = 1) -> None:
+    """Refuse batches that processes cannot take apart as the configuration wants it."""
+    size = config.batch_size
+    shares = [(rank + 1) * size // processes - rank * size // processes for rank in range(processes)]
+    if min(shares) < config.accumulate:
+        raise ConfigError(f"accumulate {config.accumulate} is more than the {min(shares)} images of a process")
+    odd = [share for share in shares if share % 2]
+    if odd and (config.mixup or config.cutmix):
+        raise ConfigError(
+            f"mixup and cutmix pair images, and a process has {odd[0]}: choose a batch_size that gives each an even "
+            "number"
+        )
+
+
+def make_cost(model: ViT, config: Config) -> Cost:
+    """The cost a configuration's target or penalties are about."""
+    target = Target.parse(config.target) if config.target else None
+    if target is None:
+        return MacCost(model, config.accounting)
+    if config.cost is None:
+        return ParamCost(model) if target.unit.endswith("params") else MacCost(model)
+    cost = LatencyCost.load(config.cost, model)
+    if target.unit in UNITS and target.unit != cost.table.unit:
+        raise ConfigError(f"the target is in {target.unit}, the table {config.cost} in {cost.table.unit}")
+    return cost
+
+
+def make_schedule(config: Config, steps: int) -> Schedule:
+    """The course of a run of so many steps; with a target it freezes early and without noise."""
+    freeze, noise = (0.15, 0.0) if config.target else (1.0, 1.0)
+    same = ("tau_start", "tau_decay", "tau_floor", "noise_start", "ramp_start", "ramp_end", "ramp_power")
+    return Schedule(
+        total=steps,
+        freeze=max(1, round((config.freeze_at or freeze) * steps)),
+        noise_end=noise if config.noise_end is None else config.noise_end,
+        **{name: getattr(config, name) for name in (*same, "sharp_start", "sharp_end")},
+    )
+
+
+def make_controller(model: ViT, config: Config, cost: Cost, steps: int) -> Controller:
+    """The controller of a configuration's target."""
+    assert config.target is not None
+    dense = cost.of_widths(model, [site.widths for site in family.sites(model)])
+    floors = Floors(config.min_heads, config.min_value_dims, config.min_neurons)
+    window = max(10, round(config.gate_window * steps))
+    ratio = (config.ratio[0], config.ratio[1])
+    target = Target.parse(config.target).absolute(dense)
+    return Controller(model, cost, target, ratio, floors, config.round_to, config.gate_mode, window)
+
+
+def _epochs(count: int) -> str:
+    return f"{count} epoch{'s' if count > 1 else ''}"
+
+
+def dense_model(config: Config) -> ViT:
+    """The model of a configuration with its weights; its own number of classes, 0 where they hold no classifier.
+
+    Raises:
+        ConfigError: timm cannot make it, or the weights cannot be had or do not fit.
+    """
+    return trained_model(config.model, config.weights, config.pretrained, model_arguments(config))
+
+
+def model_arguments(config: Config) -> dict[str, Any]:
+    """What `timm.create_model` is given besides the name."""
+    return config.model_args | ({} if config.img_size is None else {"img_size": config.img_size})
+
+
+def as_data(data: Any, config: Config, device: torch.device, world: int = 1) -> Data:
+    """What `hiap.prune` is given as `data`: an object like `Data`, or a pair of loaders of torch.
+
+    Args:
+        world: number of processes.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: the loaders do not fit the configuration.
+    """
+    if isinstance(data, tuple | list) and len(data) == 2:
+        data = LoaderData(*data)
+    if isinstance(data, LoaderData):
+        return data.bound(config.batch_size, device, config.seed, world)
+    if isinstance(data, Data) and not isinstance(data, type):
+        return data
+    raise TypeError(
+        f"data must be a pair of loaders (train, val), or an object like hiap.Data; found {type(data).__name__}"
+    )
+
+
+class Setup:
+    """Everything a run is made of, made and checked before anything is written: `plan` prints it, `prune` trains it.
+
+    Args:
+        data, cost, model: of one's own, instead of what the configuration names.
+
+    Attributes:
+        model: the dense model, on the CPU, with as many classes as the data has.
+        new_classifier: whether its classifier is random while the rest was trained before.
+        kinds: what gets gates.
+        per_epoch: steps of an epoch.
+        lr, dense_lr: peak learning rates.
+        controller: of a gated copy of the model, if there is a target.
+
+    Raises:
+        ConfigError, BudgetError, UnsupportedModelError, CheckpointError: whatever would make the run fail later.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device,
+        data: Data | tuple[Any, Any] | None = None,
+        cost: Callable[[ViT], Cost] | None = None,
+        model: nn.Module | None = None,
+        processes: int = 1,
+    ) -> None:
+        config.check()
+        if data is None:
+            check_source(config.data, config.val_split)
+        dense: ViT = dense_model(config) if model is None else copy.deepcopy(model).cpu()
+        self.model = dense
+        self.name = config.model if model is None else type(model).__name__
+        self.trained = config.trained or model is not None
+        sites = family.sites(self.model)
+        check_finite(self.model)
+        self.norm = normalisation(config, self.model)
+        given = None if data is None else as_data(data, config, device, processes)
+        self.data = given or load_data(config, self.model, device)
+        self.config = config = replace(config, batch_size=config.batch_size or default_batch(config, self.data))
+        check_parts(config, processes)
+        fitted = fit_classifier(config, self.model, self.name, self.trained, self.data.classes)
+        self.new_classifier = fitted and self.trained
+        note_preprocessing(self.model, self.norm, self.data)
+        check_savable(self.model)
+        self.dense_epochs = self._dense_epochs()
+        self.per_epoch = steps_per_epoch(config, self.data)
+        self.schedule = make_schedule(config, config.epochs * self.per_epoch)
+        self.lr = config.lr or pruning_rate(config.batch_size, self.schedule.total * config.batch_size)
+        self.dense_lr = config.dense_lr or dense_rate(config.batch_size, self.trained)
+        self.other_teacher = other_teacher(config, self.data.classes, dense.patch_embed.proj.in_channels)
+        self.make_cost = cost or (lambda gated: make_cost(gated, config))
+        self.dense_macs = macs(self.model)
+        self.kinds = config.gate_kinds(any(site.qk_norm for site in sites))
+        gated = attach(copy.deepcopy(self.model), self.kinds, config.keep_blocks)
+        self.gates = sum(gate.logit.numel() for gate in gates(gated))
+        self.controller = self.control(gated) if config.target else None
+
+    def _dense_epochs(self) -> int:
+        config = self.config
+        if config.dense_epochs is not None:
+            return config.dense_epochs
+        needed = self.new_classifier and config.teacher == "self" and config.taught
+        return math.ceil(config.epochs / 3) if needed else 0
+
+    def control(self, gated: ViT) -> Controller:
+        """The controller of the target for a gated model."""
+        return make_controller(gated, self.config, self.make_cost(gated), self.schedule.total)
+
+    def warn(self) -> None:
+        """Say what is likely to disappoint."""
+        config, steps = self.config, self.schedule.total
+        if steps < ENOUGH:
+            images = self.per_epoch * config.batch_size
+            smaller = 2 ** max(0, int(math.log2(max(1, images * config.epochs / ENOUGH))))
+            mend = f"--batch-size {smaller}" if smaller >= 8 else f"--epochs {math.ceil(ENOUGH / self.per_epoch)}"
+            warnings.warn(
+                f"the run has only {steps} steps ({config.epochs} epochs of {self.per_epoch}), too few to learn what "
+                f"to prune and to recover: pass {mend}, for about {ENOUGH} steps",
+                stacklevel=2,
+            )
+        if not self.trained and not self.dense_epochs and config.teacher == "self" and config.taught:
+            warnings.warn(
+                "the dense model has random weights and is its own teacher, so it teaches nothing: pass --weights "
+                "FILE, --dense-epochs N to train it first, or --teacher none",
+                stacklevel=2,
+            )
+
+    def lines(self) -> list[str]:
+        """What the run is, in lines of at most 80 columns."""
+        config, data = self.config, self.data
+        name = self.name if len(self.name) <= 40 else f"{self.name[:37]}..."
+        lines = [
+            f"model    {name}: {in_words(self.dense_macs)} MACs, {len(self.model.blocks)} blocks",
+            f"data     {data.train_size} training and {data.val_size} validation images, {data.classes} classes",
+            f"gates    {self.gates} ({', '.join(self.kinds)})",
+        ]
+        if self.dense_epochs:
+            what = "fine-tuned" if self.trained else "trained"
+            why = ", with a new classifier" if self.new_classifier else ""
+            lines.append(
+                f"dense    {what} first for {_epochs(self.dense_epochs)}, learning rate {self.dense_lr:.1e}{why}"
+            )
+        lines.append(f"run      {_epochs(config.epochs)} of {self.per_epoch} steps, learning rate {self.lr:.1e}")
+        if self.controller:
+            whole, say = self.controller.dense_cost, self.controller.cost.say
+            goal = self.controller.target
+            lines.append(f"reach    {self.controller.low / whole:.1%} to 100% of the dense cost, {say(whole)}")
+            lines.append(f"target   {config.target} = {goal / whole:.1%} ({say(goal)})")
+        return lines

@@ -117,7 +117,7 @@ class Phase:
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def train_step(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        """One optimiser step. Returns the named terms of the loss."""
+        """One optimiser step; the loop counts it. Returns the named terms of the loss."""
         context, config, accelerator = self.context, self.context.config, self.context.accelerator
         number = self.step + self.noise_seed
         torch.manual_seed(mix_seed(config.seed, number, context.rank))
@@ -143,7 +143,6 @@ class Phase:
         if self.ema is not None:
             self.ema.update(self.network, step=self.step)
         self.after_step(scale)
-        self.step += 1
         return total
 
     def _mix(self, x: Tensor, y: Tensor, number: int) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,22 @@ from typing import Any
 from record import CLOCK, SPEED, Record, read
 
 SHOWN = 20.0  # points below the best that plots show
+TITLES = {"vit_tiny": "ViT-Ti on Tiny-ImageNet", "dinov2_small": "DINOv2-S on Tiny-ImageNet"}
+LABELS = {  # of methods, in plots
+    "hiap": "HiAP",
+    "hiap_time": "HiAP, latency target",
+    "hiap_scratch": "HiAP's widths, random weights",
+    "taylor": "one-shot Taylor",
+    "taylor_five": "one-shot Taylor, HiAP's units",
+    "l1": "L1 on gates",
+    "paper": "the paper's penalties",
+    "magnitude_uniform": "magnitude, uniform",
+    "magnitude_global": "magnitude, global",
+    "torch_pruning_taylor": "Torch-Pruning, Taylor",
+    "torch_pruning_isomorphic": "Torch-Pruning, isomorphic",
+    "depth": "whole blocks dropped",
+    "random": "random widths",
+}
 
 
 @dataclass(frozen=True)
@@ -171,8 +187,9 @@ def _draw(rows: list[dict[str, Any]], key: str, label: str, title: str, path: Pa
     usual, best = rows[0], max(row["top1"] for row in rows)
     methods = list(dict.fromkeys(row["method"] for row in sorted(rows, key=lambda row: -row["top1"])))
     shown = [row for row in rows if row[key] is not None and (key == "seconds" or not isinstance(row["length"], str))]
-    low = ", ".join(f"{row['method']} {row['top1']:.1f}" for row in shown if row["top1"] < best - SHOWN)
-    figure, ax = plt.subplots(figsize=(6.8, 4.6), constrained_layout=True)
+    below = [row for row in shown if row["top1"] < best - SHOWN]
+    low = "; ".join(f"{LABELS.get(row['method'], row['method'])}, {row['target']}: {row['top1']:.1f}" for row in below)
+    figure, ax = plt.subplots(figsize=(8.4, 4.6), constrained_layout=True)
     lines = defaultdict(list)  # of networks of several sizes, or of trainings of several lengths
     for row in shown:
         if row["top1"] >= best - SHOWN:
@@ -191,13 +208,16 @@ def _draw(rows: list[dict[str, Any]], key: str, label: str, title: str, path: Pa
             else plt.get_cmap("tab20")((2 * number + number // 10) % 20),  # strong colours first
             linewidth=2.0 if method == "hiap" else 1.0,
             capsize=2,
-            label=None if method in named else method,
+            label=None if method in named else LABELS.get(method, method),
         )
         named.add(method)
         note = other.split(" by ")[0] if key == "seconds" else f"{other} epochs"
         if other not in (usual["length"], usual["target"]):
             ax.annotate(note, (own[-1][key], own[-1]["top1"]), (5, 3), textcoords="offset points", fontsize=7)
-    ax.set(xlabel=label, ylabel="top-1 (%)", title=title + (f"\n(not shown: {low})" if low else ""))
+    ax.set(xlabel=label, ylabel="top-1 (%)", title=TITLES.get(title, title))
+    if low:
+        ax.set_title(f"{ax.get_title()}\n", fontsize=12)
+        ax.text(0.5, 1.02, f"below the axis: {low}", transform=ax.transAxes, ha="center", fontsize=8)
     left, right = ax.get_xlim()
     if key == "macs" and right - left < 0.1:  # networks of one size stand above each other
         ax.set_xlim((left + right) / 2 - 0.05, (left + right) / 2 + 0.05)
@@ -205,7 +225,7 @@ def _draw(rows: list[dict[str, Any]], key: str, label: str, title: str, path: Pa
         ax.set_xlim(left=0)
     ax.grid(alpha=0.3)
     if named:
-        ax.legend(fontsize=7, ncol=2)
+        figure.legend(loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=150)
     plt.close(figure)
     print(path)

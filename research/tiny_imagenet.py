@@ -27,7 +27,6 @@ from PIL import Image
 
 TILE, CLASSES, TENTHS = 64, 200, 10
 JPEG = {"quality": 75, "optimize": True, "progressive": True}
-Image.MAX_IMAGE_PIXELS = None  # a sheet is larger than Pillow expects of a picture
 
 
 def read_tiles(sheet: Path, columns: Iterable[int]) -> tuple[torch.Tensor, torch.Tensor]:

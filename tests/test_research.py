@@ -417,6 +417,29 @@ def test_the_lists_of_runs_are_accepted_as_they_stand() -> None:
         assert {name for names in methods for name in names.split(",")} <= set(METHODS)
 
 
+def test_every_link_of_the_results_leads_somewhere() -> None:
+    """Files exist, and so do the headings that anchors name."""
+
+    def headings(page: Path) -> set[str]:
+        found = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+        return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in found}
+
+    pages = [FOLDER / "README.md", FOLDER / "choices.md", FOLDER.parent / "docs/results.md"]
+    for page in pages:
+        links = [link for link in re.findall(r"\]\(([^)]+)\)", page.read_text()) if "://" not in link]
+        assert len(links) > 5
+        for link in links:
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists() and (not anchor or anchor in headings(target)), f"{page.name}: {link}"
+
+
+def test_the_recorded_digests_of_the_dense_models_are_those_that_records_name() -> None:
+    known = json.loads((FOLDER / "dense_starts.json").read_text())
+    named = {record.weights for record in read(FOLDER / "records/compare.jsonl")}
+    assert named == {f"{name} {entry['sha256'][:8]}" for name, entry in known.items()}
+
+
 # -- what outsiders start from ----------------------------------------------------------------------------------------
 
 WNIDS = ("n02000000", "n01000000", "n03000000")  # the archive does not sort them

@@ -374,4 +374,4 @@ LEARNED = {"l1": L1, "paper": Paper}
 TIMED = "hiap_time"  # HiAP with a target in time
 GATED = {"hiap": Run, TIMED: Run, **LEARNED}
 SCRATCH = "hiap_scratch"
-ARMS = ("hiap", *PEERS, *LEARNED, SCRATCH, TIMED)
+METHODS = ("hiap", *PEERS, *LEARNED, SCRATCH, TIMED)

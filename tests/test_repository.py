@@ -53,14 +53,32 @@ def table() -> list[dict[str, str]]:
     return [dict(zip(head, row, strict=True)) for row in rows if len(row) == len(head)]
 
 
+def read_records(start: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The script of the picture, which knows how a learning rate is chosen, and the records it reads."""
+    picture: dict[str, Any] = runpy.run_path(str(ROOT / "research" / "picture.py"))
+    paths = [path for name in ("compare", "compare_35") for path in ROOT.glob(f"*/records/{name}.jsonl")]
+    return picture, picture["read"](paths, start)
+
+
 @pytest.mark.parametrize("row", table(), ids=lambda row: next(iter(row.values())))
 def test_the_table_of_the_readme_is_what_the_records_say(row: dict[str, str]) -> None:
-    picture: dict[str, Any] = runpy.run_path(str(ROOT / "research" / "picture.py"))
     start, share = re.fullmatch(r"(\S+), (\d+) %", next(iter(row.values()))).groups()  # type: ignore[union-attr]
-    paths = [path for name in ("compare", "compare_35") for path in ROOT.glob(f"*/records/{name}.jsonl")]
-    records = picture["read"](paths, STARTS[start])
+    picture, records = read_records(STARTS[start])
     for method, arm in METHODS.items():
         runs = picture["chosen"](records, arm, f"{share}%")
         found = f"{statistics.mean(run['top1'] for run in runs):.1f}" if runs else ""
         assert row[method].strip("*") == found, method
         assert len(runs) in ((0, 3) if start == "ViT-Ti" else (0, 2))
+
+
+def test_the_note_on_the_learning_rate_at_35_percent_is_what_the_records_say() -> None:
+    picture, records = read_records("vit_tiny")
+    (at_half,) = {run["lr"] for run in picture["chosen"](records, "hiap", "50%")}
+    (own,) = {run["lr"] for run in picture["chosen"](records, "hiap", "35%")}
+    assert (at_half, own) == (2e-4, 5e-4)
+    runs = [r for r in records if (r["method"], r["target"], r["lr"], r["final"]) == ("hiap", "35%", at_half, True)]
+    mean = statistics.mean(run["top1"] for run in runs)
+    assert (
+        len(runs) == 3
+        and f"with the learning rate of 50 % it reaches {mean:.1f} %." in (ROOT / "README.md").read_text()
+    )

@@ -1,7 +1,6 @@
-r"""The picture of the README: what pruning leaves of a network, and what accuracy it costs.
+"""The picture of the README: what pruning leaves of a network, and what accuracy it costs.
 
-python research/picture.py --records research/records/compare.jsonl research/records/compare_35.jsonl \
-    --out docs/pictures/overview.svg
+python research/picture.py --records research/records/compare.jsonl --out docs/pictures/overview.svg
 """
 
 import argparse
@@ -30,9 +29,9 @@ INK, FAINT, BLUE, LIGHT = "#24292f", "#8b949e", "#1f5fbf", "#8fb4e8"
 Record = dict[str, Any]
 
 
-def read(paths: list[Path], start: str = "vit_tiny") -> list[Record]:
+def read(path: Path, start: str = "vit_tiny") -> list[Record]:
     """Plain runs from a dense start, the last one where a run was repeated."""
-    rows = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
     rows = [{"method": row.get("arm"), **row} for row in rows]  # `arm` is the name of the field in old records
     plain = [
         row
@@ -128,7 +127,7 @@ def draw_accuracy(ax: Any, records: list[Record]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--records", type=Path, nargs="+", required=True, help="JSON lines of compare.py")
+    parser.add_argument("--records", type=Path, required=True, help="JSON lines of compare.py")
     parser.add_argument("--out", type=Path, required=True, help="an .svg or .png file")
     options = parser.parse_args()
     records = read(options.records)

@@ -56,8 +56,8 @@ def table() -> list[dict[str, str]]:
 def read_records(start: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The script of the picture, which knows how a learning rate is chosen, and the records it reads."""
     picture: dict[str, Any] = runpy.run_path(str(ROOT / "research" / "picture.py"))
-    paths = [path for name in ("compare", "compare_35") for path in ROOT.glob(f"*/records/{name}.jsonl")]
-    return picture, picture["read"](paths, start)
+    (path,) = ROOT.glob("*/records/compare.jsonl")
+    return picture, picture["read"](path, start)
 
 
 @pytest.mark.parametrize("row", table(), ids=lambda row: next(iter(row.values())))

@@ -51,16 +51,28 @@ import hiap
 from hiap.budget.controller import BudgetError, Target
 from hiap.budget.latency import LatencyTable
 from hiap.data.sources import ByteData
-from hiap.models.timm import image_size, sites
+from hiap.models.registry import family_of, sites
 from hiap.nn.compact import Widths
 from hiap.pruning.extract import shrink
 from hiap.speed.bench import runner
 from hiap.speed.clock import device_name, materialise, precision, timings
 from hiap.speed.inference import optimize
 from hiap.training.config import Config, read_config
-from hiap.training.loop import projection_interval
+from hiap.training.phases import projection_interval
 from hiap.training.setup import dense_model, load_data
-from methods import GATED, LEARNED, METHODS, PEERS, SCRATCH, TIMED, Peer, counted_macs, from_scratch
+from methods import (
+    GATED,
+    LEARNED,
+    METHODS,
+    OPTIONS,
+    PEERS,
+    SCRATCH,
+    TIMED,
+    Peer,
+    counted_macs,
+    from_scratch,
+    gated_run,
+)
 from prune_tiny_imagenet import BASE, STARTS, assignments, configuration, tenths
 from record import CLOCK, KEY, SPEED, Record, append, read
 from report import table, timed
@@ -86,7 +98,7 @@ def config_of(options: argparse.Namespace, method: str, lr: float, seed: int, ep
     if method in LEARNED:  # penalised gates are learned, not set
         given |= {"gate_mode": "gradient", "granularities": ["head", "block", "value_dim", "neuron"], "gate_lr": 2e-2}
         given |= {"freeze_at": 0.3, "align_heads": False}
-        given |= LEARNED[method].options
+        given |= OPTIONS[method]
     given |= {"cost": str(options.cost)} if method == TIMED else {}
     given |= assignments(options.set)
     if options.model is None:
@@ -123,16 +135,17 @@ def run_method(
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "run")
         if method in GATED:
-            run = GATED[method](config, out, data=data)
+            every = None
             if final == CLOCK:  # as often as in the whole run, which has a longer search
                 searched = of(options, method, True)[0].search * options.epochs * steps
-                run.projected_every = projection_interval(round(searched))
+                every = projection_interval(round(searched))
+            run = gated_run(method, config, out, data, every)
             result = run.go()
             network, record, macs = result.model, result.record, hiap.macs(result.model)
-            search = run.schedule.freeze / run.schedule.total
+            search = run.context.schedule.freeze / run.context.schedule.total
         else:
             peer = peer_of(options, method, config, final, data, out)
-            network, record, macs, search = peer.train(), peer.record, counted_macs(peer.raw, peer), 0.0
+            network, record, macs, search = peer.train(), peer.record, counted_macs(peer.run.phase.network, peer), 0.0
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     longer = steps / (data.train_size // config.batch_size)
     return {
@@ -229,7 +242,7 @@ def speed(options: argparse.Namespace) -> None:
     dense = dense_model(config).to(device).eval()
     finished = {method: finished_record(options, method) for method in options.methods.split(",")}
     with precision(name) as dtype, torch.no_grad():
-        x = torch.randn(batch, dense.patch_embed.proj.in_channels, *image_size(dense), device=device, dtype=dtype)
+        x = torch.randn(batch, *family_of(dense).input_shape(dense), device=device, dtype=dtype)
         networks = {"dense": copy.deepcopy(dense).to(dtype), "dense, optimised": optimize(dense, dtype, batch)}
         for method, record in finished.items():
             if record.widths is None:

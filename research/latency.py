@@ -18,7 +18,7 @@ import torch
 
 import hiap
 from hiap.budget.latency import MODES, PRECISIONS, LatencyCost, LatencyTable
-from hiap.models.timm import sites
+from hiap.models.registry import sites
 from hiap.speed.clock import device_name, precision
 from hiap.speed.measure import measure, network_cost
 

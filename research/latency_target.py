@@ -18,10 +18,12 @@ from typing import Any
 
 import timm
 import torch
+from torch import nn
 
 import hiap
 from hiap.budget.latency import MODES, LatencyCost, LatencyTable
-from hiap.models.timm import Site, ViT, sites
+from hiap.models.family import Site
+from hiap.models.registry import sites
 from hiap.nn.compact import Widths
 from hiap.pruning.extract import shrink
 from hiap.speed.bench import bench
@@ -37,7 +39,7 @@ RECORD = "record.json"
 class MacRanked(LatencyCost):
     """Time by the table, but units give way by their MACs."""
 
-    def __init__(self, model: ViT, table: LatencyTable) -> None:
+    def __init__(self, model: nn.Module, table: LatencyTable) -> None:
         super().__init__(model, table)
         self.macs = hiap.MacCost(model)
 
@@ -48,12 +50,12 @@ class MacRanked(LatencyCost):
 METHODS = {"latency": LatencyCost, "macs": MacRanked}
 
 
-def dense_model(options: argparse.Namespace, device: torch.device) -> ViT:
+def dense_model(options: argparse.Namespace, device: torch.device) -> nn.Module:
     name, size, _ = STARTS[options.start]
     return timm.create_model(name, img_size=size, num_classes=CLASSES).to(device).eval()
 
 
-def clock(networks: dict[str, ViT], options: argparse.Namespace, device: torch.device) -> dict[str, float]:
+def clock(networks: dict[str, nn.Module], options: argparse.Namespace, device: torch.device) -> dict[str, float]:
     """Milliseconds of networks, and of each optimised, in the mode they will run in."""
     mode = {"compile": "compile+graph"}.get(options.mode, options.mode)
     return {row.network: row.ms for row in bench(networks, device, [options.batch], ["bf16"], [mode], 10, 50)}

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import hiap
 from hiap.budget.latency import LatencyTable
 from hiap.data.sources import Augmentation, ByteData
-from hiap.models.timm import sites
+from hiap.models.registry import sites
 from hiap.nn.compact import Widths
 from hiap.training.config import read_config
 
@@ -29,7 +29,7 @@ sys.path.insert(0, str(FOLDER))
 import compare  # noqa: E402
 import dense_starts  # noqa: E402
 import tiny_imagenet  # noqa: E402
-from methods import LEARNED, METHODS, PEERS, Peer, counted_macs, from_scratch  # noqa: E402
+from methods import LEARNED, METHODS, PEERS, Peer, counted_macs, from_scratch, gated_run, missed  # noqa: E402
 from prune_tiny_imagenet import configuration, tenths  # noqa: E402
 from record import KEY, Record, read  # noqa: E402
 from report import chosen  # noqa: E402
@@ -96,15 +96,15 @@ def test_peers_meet_the_budget(method: str, start, tmp_path: Path) -> None:
 def test_penalised_gates_are_cut_to_the_budget(method: str, start, tmp_path: Path) -> None:
     given, data = start
     given |= {"gate_mode": "gradient", "granularities": ["head", "block", "value_dim", "neuron"], "gate_lr": 0.1}
-    run = LEARNED[method](read_config(None, given), tmp_path / "run", data=data)
+    run = gated_run(method, read_config(None, given), tmp_path / "run", data)
     run.begin()
-    assert run.missed() == 1  # all is open
-    for gate in hiap.gates(run.raw):
+    assert missed(run.phase) == 1  # all is open
+    for gate in hiap.gates(run.phase.network):
         gate.logit.data.fill_(-8.0)
-    assert run.missed() == 0
-    run = LEARNED[method](read_config(None, given), tmp_path / "whole", data=data)
+    assert missed(run.phase) == 0
+    run = gated_run(method, read_config(None, given), tmp_path / "whole", data)
     result = run.go()
-    target = 0.6 * run.dense_macs
+    target = 0.6 * run.parts.dense_macs
     assert target - max(UNIT, 0.01 * target) < hiap.macs(result.model) <= target
     lines = [json.loads(line) for line in (tmp_path / "whole/metrics.jsonl").read_text().splitlines()]
     names = {"l1": {"l1"}, "paper": {"macro", "micro", "feasible_head", "feasible_dim", "feasible_ffn"}}[method]

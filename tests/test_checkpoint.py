@@ -342,13 +342,17 @@ def test_names_of_an_earlier_classifier_are_dropped(tmp_path: Path) -> None:
     assert not hasattr(hiap.load(tmp_path / "model"), "class_names")
 
 
-def test_a_folder_of_the_first_release_loads() -> None:
+def test_folders_of_the_first_release_load() -> None:
     model = hiap.load(Path(__file__).parent / "fixtures/format1")
     assert {p.dtype for p in model.parameters()} == {torch.float16} and model.class_names == ["cat", "dog", "eel"]
     assert model.blocks[1].attn is None and model.hiap.topology.blocks[0].neurons == (0, 3, 5, 6)
     logits = torch.tensor([[0.6483705956567011, 0.4362797233657123, 0.018874689767510944]], dtype=torch.float64)
     model = model.double()
     assert (model(images(model, 1)) - logits).abs().max() < 1e-12
+    model = hiap.load(Path(__file__).parent / "fixtures/format1_registers").double()  # layer scale, q/k norm, ragged
+    values = [[-0.37473092077975056, 0.19260882462946358, 0.7549932152399076, 0.6396603752621435]]
+    difference = model(images(model, 1)) - torch.tensor(values, dtype=torch.float64)
+    assert difference.abs().max() < 1e-12 and hiap.macs(model) == 18448
 
 
 ODD = {"act_layer": "hard_swish", "norm_layer": "rmsnorm", "embed_norm_layer": "layernorm", "final_norm": False}

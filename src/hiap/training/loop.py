@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from hiap.training.config import Config
 from hiap.training.context import Context
 from hiap.training.evaluate import Interrupted
 from hiap.training.inputs import check_inputs, course, inputs_record
+from hiap.training.out_of_memory import out_of_memory
 from hiap.training.phase import Phase
 from hiap.training.phases import Dense, Recover, Search, restore, score_dense
 from hiap.training.progress import Progress, Stopwatch, epoch_line
@@ -125,7 +125,7 @@ class Run:
     def go(self) -> Result:
         """Train from wherever the run is to its end, and save the result."""
         try:
-            with self.signals, self._explained():
+            with self.signals, out_of_memory(self.config, self._where, self._last):
                 self.resume_or_begin()
                 self._start_trackers()
                 while True:
@@ -203,8 +203,7 @@ class Run:
         if not all(np.isfinite(value) for value in values.values()):
             text = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
             raise RunError(
-                f"the loss is not finite at step {phase.step} of the {phase.name} stage ({text}); "
-                f"the last good checkpoint is {self._last()}"
+                f"the loss is not finite {self._where()} ({text}); the last good checkpoint is {self._last()}"
             )
         epoch, epochs = -(-phase.step // self.context.per_epoch), phase.course_end // self.context.per_epoch
         now = {"stage": phase.name, "epoch": epoch, "epochs": epochs, **phase.facts}
@@ -361,6 +360,11 @@ class Run:
             self.parts.model.load_state_dict(load_dense(self.out))
         self.phase = restore(self.context, tensors, state)
 
+    def _where(self) -> str:
+        """Where the run is, in words."""
+        phase: Phase | None = getattr(self, "phase", None)
+        return "before the first step" if phase is None else f"at step {phase.step} of the {phase.name} stage"
+
     def _last(self) -> str:
         """The last checkpoint, in words."""
         saved = checkpoints(self.out)
@@ -397,25 +401,3 @@ class Run:
         if self.config.trackers:
             context.accelerator.end_training()
         return Result(model, context.dense().eval(), self.out / "compact", self.record, context.main)
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Running out of memory, in words."""
-        try:
-            yield
-        except (MemoryError, RuntimeError) as error:
-            first, last = next(iter(str(error).splitlines()), "MemoryError"), f"the last checkpoint is {self._last()}"
-            if "shared memory" in str(error):
-                raise RunError(
-                    f"loader workers ran out of shared memory: pass --workers 0, or enlarge /dev/shm; {last} ({first})"
-                ) from error
-            full = isinstance(error, MemoryError | torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error)
-            if not full:
-                raise
-            phase: Phase | None = getattr(self, "phase", None)
-            where = f"at step {phase.step} of the {phase.name} stage" if phase is not None else "before the first step"
-            raise RunError(
-                f"out of memory {where}, with batches of {self.config.batch_size}: begin again with --accumulate "
-                f"{2 * self.config.accumulate}, which computes each batch in parts, or with a smaller --batch-size; "
-                f"{last} ({first})"
-            ) from error

@@ -1,6 +1,7 @@
 """The same results on a GPU; skipped where there is none."""
 
 import copy
+import signal
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from conftest import images, make
 from hiap.pruning.attach import noise_source
 from hiap.speed.bench import WAYS, bench
 from hiap.speed.clock import device_name
+from hiap.training.loop import Run
 from test_gates import ALL, scatter_logits
+from test_train import noise_data, tiny
 
 DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -68,3 +71,25 @@ def test_energy_is_measured() -> None:
     grid = {"heads": [3], "qk_dim": [8], "value_dim": [8], "neurons": [96]}
     table = hiap.measure(make().float().to(DEVICE), DEVICE, "bf16", 64, unit="mJ", grid=grid)
     assert table.unit == "mJ" and table.dense > table.outside > 0
+
+
+def test_a_run_on_the_gpu_can_be_stopped_and_resumed(tmp_path) -> None:
+    given = {"precision": "bf16", "distill_features": 1.0, "ema": 0.9}
+    runs = []
+    for stop in (6, None):
+        run = Run(tiny(**given), tmp_path / "run", stop is None, data=noise_data(512, 8))
+        step = run.train_step
+
+        def until(*batch: torch.Tensor, run=run, step=step, stop=stop) -> dict[str, torch.Tensor]:
+            run.signals.number = signal.SIGINT if run.phase.step + 1 == stop else None
+            return step(*batch)
+
+        run.train_step = until
+        runs.append(run)
+        if stop is not None:
+            with pytest.raises(KeyboardInterrupt):
+                run.go()
+    result = runs[1].go()
+    assert runs[1].context.device.type == "cuda" and {p.device.type for p in result.model.parameters()} == {"cuda"}
+    assert hiap.macs(hiap.load(tmp_path / "run/compact")) <= 0.6 * result.record["dense_macs"]
+    assert {p.device.type for p in runs[1].parts.model.parameters()} == {"cpu"}

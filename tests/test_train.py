@@ -635,7 +635,7 @@ def test_pretrained_weights_of_another_class_count_do_not_teach(
     own = {"pretrained": True, "model_args": {**TINY["model_args"], "num_classes": 10}}
     with pytest.raises(ConfigError, match=r"1000 classes, the data has 10.*nothing to teach"):
         Run(tiny(**own), tmp_path / "run", data=noise_data(512, 8))
-    assert Run(tiny(**own, teacher="none"), tmp_path / "run", data=noise_data(512, 8)).dense.num_classes == 10
+    assert Run(tiny(**own, teacher="none"), tmp_path / "run", data=noise_data(512, 8)).parts.model.num_classes == 10
 
 
 @pytest.mark.skipif(not hasattr(torch.serialization, "safe_globals"), reason="torch 2.5")
@@ -651,7 +651,7 @@ def test_weights_of_timms_training_script_are_read(tmp_path: Path) -> None:
 def test_weights_of_another_class_count_get_a_new_classifier(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    model = Run(tiny(), tmp_path / "a", data=noise_data(512, 8)).dense
+    model = Run(tiny(), tmp_path / "a", data=noise_data(512, 8)).parts.model
     model.reset_classifier(3)
     save_file(model.state_dict(), tmp_path / "three.safetensors")
     torch.save({"model": model.state_dict()}, tmp_path / "three.pth")

@@ -1,0 +1,150 @@
+"""Pages that mkdocs builds from the sources, so that they cannot go out of date.
+
+`options.md` comes from the fields of the configuration, `commands.md` from the parsers of the command line and
+`changelog.md` from CHANGELOG.md. Links to files of the repository that are no pages become plain text in the site.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from hiap.cli.main import _parser
+from hiap.training.config import CHOICES, FIRST, GROUPS, Config, help_of, recipes
+
+DOCS = Path(__file__).resolve().parent
+LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
+BY_MACHINE = {"workers": "1 to 4"}  # defaults that depend on where they are asked for
+TABLE = "| option | default | meaning |\n|---|---|---|"
+
+OPTIONS = """# Options
+
+Every option of `hiap prune` and `hiap plan`. Most people need only these: {first}.
+
+Options come from three places. A recipe or a YAML file (`--config`) comes first, the command line overrides it, and
+everything else has the default below. In YAML and in Python an option is written with underscores, as in `batch_size`.
+`hiap prune --print-config` shows what a command would use.
+
+```python
+config = hiap.read_config(None, {{"target": "50%", "batch_size": 64, "keep_blocks": [0, 11]}})
+```
+
+Recipes that come with the package: {recipes}.
+"""
+
+COMMANDS = """# Command line
+
+Each command has its help: `hiap prune --help` shows the usual options, `hiap prune --help-all` shows all of them. A
+command ends with status 0, with 1 after an error (one line says what to do), or with 2 if it cannot be read.
+"""
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parser of each command, by its name."""
+    for action in _parser(every_option=True)._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    raise LookupError("the command line has no commands")
+
+
+def options_page() -> str:
+    """All options of a run, in groups, with defaults, choices and help."""
+    defaults = {field.name: getattr(Config(), field.name) for field in dataclasses.fields(Config)}
+    first = ", ".join(f"[`{_flag(name)}`](#{name.replace('_', '-')})" for name in FIRST)
+    page = [OPTIONS.format(first=first, recipes=", ".join(f"`{name}`" for name in recipes()))]
+    for name, kind, text in help_of():
+        if name in GROUPS:
+            group = GROUPS[name]
+            page.append(f"\n## {group[0].upper()}{group[1:]}\n\n{TABLE}")
+        off = f" or `--no-{name.replace('_', '-')}`" if bool in (kind, *getattr(kind, "__args__", ())) else ""
+        choices = f" One of {', '.join(f'`{word}`' for word in CHOICES[name])}." if name in CHOICES else ""
+        default = BY_MACHINE.get(name) or _default(defaults[name])
+        mark = f"{{ #{name.replace('_', '-')} }}"
+        page.append(f"| `{_flag(name)}`{mark}{off} | {default} | {_sentence(text)}{choices} |")
+    return "\n".join(page) + "\n"
+
+
+def commands_page() -> str:
+    """Every command with its own options and its examples."""
+    shared = {_flag(name) for name, _, _ in help_of()}
+    page = [COMMANDS]
+    for name, parser in parsers().items():
+        page.append(f"\n## hiap {name}\n\n{parser.description}\n")
+        own = [a for a in parser._actions if not isinstance(a, argparse._HelpAction) and a.help != argparse.SUPPRESS]
+        whole = shared <= {flag for action in own for flag in action.option_strings}
+        if whole:
+            own = [action for action in own if not shared & set(action.option_strings)]
+        page.append("| argument | meaning |\n|---|---|")
+        page += [f"| {_spelling(action)} | {_sentence(_help(action, parser))} |" for action in own]
+        if whole:
+            page.append("\nIt also takes every option of a run: see [Options](options.md).")
+        examples = [line.strip() for line in (parser.epilog or "").splitlines() if line.startswith("  ")]
+        if examples:
+            page.append("\n```sh\n" + "\n".join(examples) + "\n```")
+    return "\n".join(page) + "\n"
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _default(value: Any) -> str:
+    if value is None or value in ([], {}, ""):
+        return ""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, list):
+        value = ":".join(f"{one:g}" for one in value)
+    return f"`{value}`"
+
+
+def _sentence(text: str) -> str:
+    """A help text as a cell of a table."""
+    text = text.replace("|", "\\|").replace("<", "&lt;")
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", ")")) else ".")
+
+
+def _help(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
+    return (action.help or "").replace("%%", "%") % {"prog": parser.prog} if action.help else ""
+
+
+def _spelling(action: argparse.Action) -> str:
+    if not action.option_strings:
+        return f"`{action.dest.upper()}`"
+    value = action.metavar if isinstance(action.metavar, str) else action.dest.upper().replace("_", "-")
+    value = "" if action.nargs == 0 else f" {value}"
+    if len(action.option_strings) == 1 or isinstance(action, argparse.BooleanOptionalAction):
+        return " ".join(f"`{flag}{value}`" for flag in action.option_strings)
+    *others, last = action.option_strings
+    return ", ".join(f"`{flag}`" for flag in others) + f", `{last}{value}`"
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that have no file in docs/."""
+    pages = {
+        "options.md": options_page(),
+        "commands.md": commands_page(),
+        "changelog.md": (DOCS.parent / "CHANGELOG.md").read_text(),
+    }
+    for name, text in pages.items():
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turn links to files of the repository that are not in the site into plain text."""
+    home = (DOCS / page.file.src_uri).parent
+
+    def plain(link: re.Match[str]) -> str:
+        target = (home / link[2]).resolve()
+        outside = target.exists() and (not target.is_relative_to(DOCS) or target.is_dir())
+        return link[1] if outside else link[0]
+
+    return LINK.sub(plain, markdown)

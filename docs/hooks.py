@@ -46,9 +46,14 @@ command ends with status 0, with 1 after an error (one line says what to do), or
 """
 
 
+def command_line() -> argparse.ArgumentParser:
+    """The parser of the whole command line, every option in its help."""
+    return _parser(every_option=True)
+
+
 def parsers() -> dict[str, argparse.ArgumentParser]:
     """The parser of each command, by its name."""
-    for action in _parser(every_option=True)._actions:
+    for action in command_line()._actions:
         if isinstance(action, argparse._SubParsersAction):
             return dict(action.choices)
     raise LookupError("the command line has no commands")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from hiap.training.config import CHOICES, FIRST, GROUPS, Config, help_of, recipe
 
 DOCS = Path(__file__).resolve().parent
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
-BY_MACHINE = {"workers": "1 to 4"}  # defaults that depend on where they are asked for
-TABLE = "| option | default | meaning |\n|---|---|---|"
+IN_WORDS = {"workers": "1 to 4", "batch_size": "16 to 256"}  # defaults that depend on the machine or the data
+TABLE = '<div class="options" markdown>\n\n| option | default | meaning |\n|---|---|---|'
+END = "\n</div>"
+WIDTH = 88  # characters of a line of code
 
 OPTIONS = """# Options
 
@@ -67,13 +70,13 @@ def options_page() -> str:
     for name, kind, text in help_of():
         if name in GROUPS:
             group = GROUPS[name]
-            page.append(f"\n## {group[0].upper()}{group[1:]}\n\n{TABLE}")
+            page += [*([END] if len(page) > 1 else []), f"\n## {group[0].upper()}{group[1:]}\n\n{TABLE}"]
         off = f" or `--no-{name.replace('_', '-')}`" if bool in (kind, *getattr(kind, "__args__", ())) else ""
         choices = f" One of {', '.join(f'`{word}`' for word in CHOICES[name])}." if name in CHOICES else ""
-        default = BY_MACHINE.get(name) or _default(defaults[name])
+        default = IN_WORDS.get(name) or _default(defaults[name])
         mark = f"{{ #{name.replace('_', '-')} }}"
         page.append(f"| `{_flag(name)}`{mark}{off} | {default} | {_sentence(text)}{choices} |")
-    return "\n".join(page) + "\n"
+    return "\n".join([*page, END]) + "\n"
 
 
 def commands_page() -> str:
@@ -86,13 +89,14 @@ def commands_page() -> str:
         whole = shared <= {flag for action in own for flag in action.option_strings}
         if whole:
             own = [action for action in own if not shared & set(action.option_strings)]
-        page.append("| argument | meaning |\n|---|---|")
+        page.append('<div class="arguments" markdown>\n\n| argument | meaning |\n|---|---|')
         page += [f"| {_spelling(action)} | {_sentence(_help(action, parser))} |" for action in own]
+        page.append(END)
         if whole:
             page.append("\nIt also takes every option of a run: see [Options](options.md).")
         examples = [line.strip() for line in (parser.epilog or "").splitlines() if line.startswith("  ")]
         if examples:
-            page.append("\n```sh\n" + "\n".join(examples) + "\n```")
+            page.append("\n```sh\n" + "\n".join(map(_wrapped, examples)) + "\n```")
     return "\n".join(page) + "\n"
 
 
@@ -113,11 +117,17 @@ def _default(value: Any) -> str:
 def _sentence(text: str) -> str:
     """A help text as a cell of a table."""
     text = text.replace("|", "\\|").replace("<", "&lt;")
-    return text[:1].upper() + text[1:] + ("" if text.endswith((".", ")")) else ".")
+    start = text if text.startswith(("timm", "hiap")) else text[:1].upper() + text[1:]
+    return start + ("" if text.endswith(".") else ".")
 
 
 def _help(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
     return (action.help or "").replace("%%", "%") % {"prog": parser.prog} if action.help else ""
+
+
+def _wrapped(command: str) -> str:
+    """A command on lines that fit the page."""
+    return " \\\n    ".join(textwrap.wrap(command, WIDTH, break_long_words=False, break_on_hyphens=False))
 
 
 def _spelling(action: argparse.Action) -> str:

@@ -6,7 +6,8 @@ import torch
 import hiap
 from conftest import make
 from hiap.budget.allocate import Allocation, Floors, Values
-from hiap.models.timm import Site, sites
+from hiap.models.family import Site
+from hiap.models.registry import sites
 from hiap.nn.compact import Widths
 from hiap.pruning.attach import gates_by_block
 from test_gates import ALL, PAPER

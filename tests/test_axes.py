@@ -4,18 +4,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import hiap
 from conftest import KINDS, images, make
-from hiap.models.timm import ViT
 from hiap.pruning.attach import check_finite
 from hiap.pruning.extract import difference, probe
 from hiap.training.loop import Run
 from test_train import noise_data, tiny
 
 
-def batches(model: ViT, count: int = 3) -> list[Tensor]:
+def batches(model: nn.Module, count: int = 3) -> list[Tensor]:
     return [images(model, 4, seed) for seed in range(count)]
 
 
@@ -39,7 +38,7 @@ def test_a_compact_model_stays_itself() -> None:
     assert difference(before, probe(compact, torch.float64)) < 1e-12
 
 
-def seen(model: ViT, x: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def seen(model: nn.Module, x: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of the last block: second moments of queries, of keys within an image and of outputs, and the projection's."""
     attn, found = model.blocks[-1].attn, {}
     hooks = [

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 import hiap
 from hiap.budget.latency import LatencyTable
 from hiap.data.sources import Augmentation, ByteData
-from hiap.models.timm import sites
+from hiap.models.registry import sites
 from hiap.nn.compact import Widths
 from hiap.training.config import read_config
 

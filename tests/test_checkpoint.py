@@ -17,7 +17,7 @@ from torch import nn
 
 import hiap
 from conftest import images, make
-from hiap.models.timm import build, describe
+from hiap.models.timm import TIMM
 from hiap.pruning.saving import check_savable
 from test_gates import granularities, scatter_logits
 
@@ -316,7 +316,7 @@ def test_loading_builds_on_the_meta_device(tmp_path: Path) -> None:
     compact = compact_of()
     hiap.save(compact, tmp_path / "model")
     config = json.loads((tmp_path / "model/config.json").read_text())
-    assert {p.device.type for p in build(config["skeleton"]).parameters()} == {"meta"}
+    assert {p.device.type for p in TIMM.build(config["skeleton"]).parameters()} == {"meta"}
     loaded = hiap.load(tmp_path / "model")
     assert all(p.device.type == "cpu" and p.requires_grad for p in loaded.parameters())
     with pytest.raises(RuntimeError, match="gpu"):
@@ -362,7 +362,7 @@ def test_what_is_gone_everywhere_is_known_from_the_dense_model(
 ) -> None:
     model = make(**ODD, **DROPS)
     compact = hiap.extract(model, hiap.Topology.from_counts(model, **{name: [left] * 3 for name in branches}))
-    assert compact.hiap.recipe == describe(model)
+    assert compact.hiap.recipe == TIMM.describe(model)
     hiap.save(compact, tmp_path / "model")
     loaded = hiap.load(tmp_path / "model")
     assert torch.equal(loaded(images(model)), compact(images(model))) and loaded.hiap == compact.hiap

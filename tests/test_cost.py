@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hiap
 from conftest import images, make
-from hiap.models.timm import sites
+from hiap.models.registry import sites
 from hiap.pruning.attach import gates_by_block, noise_source
 from test_gates import ALL, PAPER, granularities, scatter_logits
 

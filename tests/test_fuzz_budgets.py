@@ -14,7 +14,7 @@ from conftest import make
 from hiap.budget.controller import BudgetError, Controller, Floors
 from hiap.budget.cost import Cost, MacCost, ParamCost
 from hiap.budget.latency import LatencyCost, LatencyTable
-from hiap.models.timm import sites
+from hiap.models.registry import sites
 from hiap.nn.granularities import GRANULARITIES
 
 pytestmark = pytest.mark.slow

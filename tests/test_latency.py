@@ -17,7 +17,7 @@ from hiap.budget.allocate import Allocation, Floors
 from hiap.budget.controller import BudgetError, Controller, Target
 from hiap.budget.latency import LatencyCost, LatencyError, LatencyTable
 from hiap.cli.main import main
-from hiap.models.timm import sites
+from hiap.models.registry import sites
 from hiap.nn.compact import Widths
 from hiap.pruning.attach import gates_by_block
 from hiap.speed.measure import measure, network_cost

@@ -6,7 +6,8 @@ import torch
 
 import hiap
 from conftest import images, make
-from hiap.speed.inference import Optimized, Stem
+from hiap.nn.stem import Stem
+from hiap.speed.inference import Optimized
 from test_extract import close
 
 
@@ -32,7 +33,7 @@ def test_logits_stay(kind: str, pad: bool) -> None:
 
 def test_what_is_optimised() -> None:
     fast = hiap.optimize(make("deit_distilled"))
-    assert isinstance(fast.stem, Stem) and fast.model.blocks[-1].tokens == 2
+    assert isinstance(fast.stem, Stem) and fast.blocks[-1].tokens == 2
     assert hiap.optimize(make("dynamic_size")).stem is None  # positions depend on the input
     assert hiap.optimize(make("siglip_gap")).model.blocks[-1].__class__.__name__ == "Block"  # all tokens are read
     plain = hiap.optimize(make(), last_block=False)

@@ -18,6 +18,7 @@ from conftest import images, make, write_photos
 from driver import SMALL
 from hiap.budget.controller import BudgetError
 from hiap.data.sources import Augmentation, ByteData
+from hiap.models.registry import sites
 from hiap.models.weights import read_weights
 from hiap.pruning.attach import gates_by_block
 from hiap.pruning.extract import slices
@@ -147,7 +148,7 @@ def test_shrinking_in_flight_changes_nothing() -> None:
     small = hiap.extract(model, topology, round_to=1)
     after = torch.optim.AdamW(hiap.parameter_groups(small)[:-1], lr=1e-3)
     widths = topology.widths()
-    carry_optimizer(optimizer, model, after, small, slices(topology, widths))
+    carry_optimizer(optimizer, model, after, small, slices([site.name for site in sites(model)], topology, widths))
     hiap.set_gates(model, temperature=1e-3, noise_scale=0.0)
     for _ in range(2):
         big_loss, small_loss = model(x).square().sum(), small(x).square().sum()
@@ -249,7 +250,7 @@ def test_features_are_learned_where_tokens_are_the_same(given, size: int, taught
 def test_blocks_that_are_watched() -> None:
     assert [watched_blocks(depth) for depth in (12, 5, 2, 1)] == [(2, 5, 8, 11), (1, 2, 3, 4), (0, 1), (0,)]
     model = make()
-    with pytest.raises(RuntimeError, match="stop"), watch_blocks(model, [0]) as found:
+    with pytest.raises(RuntimeError, match="stop"), watch_blocks([model.blocks[0]]) as found:
         model(images(model))
         raise RuntimeError("stop")
     assert len(found) == 1 and not model.blocks[0]._forward_hooks
@@ -262,10 +263,10 @@ def test_an_optimised_teacher_has_the_features_of_the_plain_one() -> None:
     found = []
     for dtype in (None, torch.float64):
         teacher = Teacher(model, norm, norm, (32, 32), torch.device("cpu"), dtype, watched=True)
-        with watch_blocks(teacher.network, (0, 1)) as features:
+        with watch_blocks(teacher.blocks[:2]) as features:
             teacher(images(model))
         found.append(features)
-    assert teacher.network is not model
+    assert teacher.blocks[0] is not model.blocks[0]
     assert found[0][0].dtype == torch.float64 and float(feature_distance(*found)) < 1e-12
 
 

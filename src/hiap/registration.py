@@ -15,9 +15,10 @@ __all__ = ["hiap_vit", "register"]
 
 def hiap_vit(pretrained: bool = False, pretrained_cfg: Any = None, **options: Any) -> Any:
     """timm's entry point, for `timm.create_model("local-dir:FOLDER")`; the weights are always loaded."""
-    from hiap.pruning.saving import load_for_timm
+    from hiap.models.timm import entry_point
+    from hiap.pruning.saving import load
 
-    return load_for_timm(pretrained_cfg, **options)
+    return entry_point(load, pretrained_cfg, **options)
 
 
 def register() -> None:

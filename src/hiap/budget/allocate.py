@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hiap.budget.cost import Cost
-from hiap.models.timm import Site
+from hiap.models.family import Site
 from hiap.nn.compact import Widths
 
 __all__ = ["Allocation", "Branch", "Floors", "Values"]

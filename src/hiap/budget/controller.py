@@ -18,7 +18,7 @@ from hiap.budget.allocate import Allocation, Floors, Values
 from hiap.budget.cost import Cost
 from hiap.budget.target import BudgetError, Target
 from hiap.errors import InputError
-from hiap.models import timm as family
+from hiap.models.registry import sites
 from hiap.nn.compact import Widths
 from hiap.pruning.attach import gates, gates_by_block, is_gated
 from hiap.pruning.topology import BlockTopology, Topology, harden
@@ -67,7 +67,7 @@ class Controller:
             raise InputError(f"mode must be 'importance' or 'gradient'; found {mode!r}")
         if min(ratio) < 0 or max(ratio) == 0:
             raise BudgetError(f"macro:micro {ratio[0]:g}:{ratio[1]:g} must not be negative, and not both zero")
-        self.sites = family.sites(model)
+        self.sites = sites(model)
         self.kinds = gates_by_block(model)
         self.model, self.cost, self.round_to = model, cost, round_to
         self.target, self.mode, self.window = target, mode, window

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from hiap.errors import InputError
-from hiap.models import timm as family
-from hiap.models.timm import Site
+from hiap.models.family import ImageSize, Site
+from hiap.models.registry import family_of, sites
 from hiap.nn.compact import Widths, has_bias
 from hiap.pruning.attach import gates, gates_by_block, is_gated
-from hiap.pruning.count import Counts, ImageSize, block_macs
+from hiap.pruning.count import Counts, block_macs
 
 __all__ = [
     "Cost",
@@ -78,7 +78,7 @@ class Cost:
 
     def of_widths(self, model: nn.Module, widths: Sequence[Widths]) -> float:
         """Cost of the whole network, were its blocks of these widths."""
-        return self.outside + sum(self.block(site, one) for site, one in zip(family.sites(model), widths, strict=True))
+        return self.outside + sum(self.block(site, one) for site, one in zip(sites(model), widths, strict=True))
 
 
 class LinearCost(Cost):
@@ -89,12 +89,12 @@ class LinearCost(Cost):
     """
 
     def __init__(self, model: nn.Module, outside: float) -> None:
-        sites, kinds_by_block = family.sites(model), gates_by_block(model)
+        kinds_by_block = gates_by_block(model)
         ungated = not is_gated(model)
         self.outside = self.fixed = float(outside)
         self.dense = 0.0
         rows = []
-        for site, kinds in zip(sites, kinds_by_block, strict=True):
+        for site, kinds in zip(sites(model), kinds_by_block, strict=True):
             w = site.widths
             unit = self.unit_costs(site, "qk_dim" in kinds)
             full = [w.heads or 0, (w.heads or 0) * w.value_dim, (w.heads or 0) * w.qk_dim, w.neurons or 0]
@@ -140,6 +140,7 @@ class MacCost(LinearCost):
         if accounting not in ("exact", "paper"):
             raise InputError(f"accounting must be 'exact' or 'paper'; found {accounting!r}")
         self.accounting = accounting
+        family = family_of(model)
         self.tokens = family.tokens(model, img_size)
         self.per_mac = 2 if accounting == "paper" else 1
         super().__init__(model, family.fixed_macs(model, img_size) * self.per_mac)
@@ -166,14 +167,13 @@ class ParamCost(LinearCost):
     def __init__(self, model: nn.Module) -> None:
         logits = {id(gate.logit) for gate in gates(model)}
         whole = sum(p.numel() for p in model.parameters() if id(p) not in logits)
-        sites = family.sites(model)
-        super().__init__(model, whole - sum(self.block(site, site.widths) for site in sites))
+        super().__init__(model, whole - sum(self.block(site, site.widths) for site in sites(model)))
         self.fixed = whole - self.dense
 
     def unit_costs(self, site: Site, qk_gated: bool) -> tuple[float, float, float, float]:
-        d, w, block = site.dim, site.widths, site.block
-        row = d + (block.attn.qkv.bias is not None) if w.heads else 0
-        neuron = 2 * d + (block.mlp.fc1.bias is not None) if w.neurons else 0
+        d, w = site.dim, site.widths
+        row = d + (site.attention.qkv.bias is not None) if w.heads else 0
+        neuron = 2 * d + (site.ffn.fc1.bias is not None) if w.neurons else 0
         return (0, row + d, 2 * row, neuron) if qk_gated else (2 * row * w.qk_dim, row + d, 0, neuron)
 
     def block(self, site: Site, widths: Widths) -> int:
@@ -181,7 +181,7 @@ class ParamCost(LinearCost):
         total = 0.0
         if widths.heads:
             per_head = head * widths.qk_dim / site.widths.qk_dim + value_dim * widths.value_dim
-            total += widths.heads * per_head + _numel([block.norm1, block.attn.q_norm, block.attn.k_norm])
+            total += widths.heads * per_head + _numel([block.norm1, site.attention.q_norm, site.attention.k_norm])
         if widths.neurons:
             total += widths.neurons * neuron + _numel([block.norm2])
         for left, branch, scale, last in (

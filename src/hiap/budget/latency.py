@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from hiap.atomic import write_text
 from hiap.budget.cost import Cost
 from hiap.errors import LatencyError
-from hiap.models import timm as family
-from hiap.models.timm import Site
+from hiap.models.family import Site
+from hiap.models.registry import family_of, sites
 from hiap.nn.compact import Widths
 from hiap.pruning.count import Counts
 
@@ -209,7 +209,7 @@ class LatencyCost(Cost):
         self._axes = [_axis([0, *table.heads]), _axis(table.qk_dim), _axis(table.value_dim)]
         self._neurons = [_axis([0, *table.neurons])]
         self._known: dict[tuple[int, ...], float] = {}
-        widths = [site.widths for site in family.sites(model)]
+        widths = [site.widths for site in sites(model)]
         self.dense = sum(self._branches(one) for one in widths)
 
     @classmethod
@@ -265,13 +265,14 @@ def _check_fit(model: nn.Module, table: LatencyTable, device: str | None, precis
         for name, found, wanted in (("device", table.device, device), ("precision", table.precision, precision))
         if wanted is not None and found != wanted
     ]
-    sites, tokens = family.sites(model), family.tokens(model)
-    if (table.dim, table.tokens) != (sites[0].dim, tokens):
+    family = family_of(model)
+    found, tokens = family.sites(model), family.tokens(model)
+    if (table.dim, table.tokens) != (found[0].dim, tokens):
         wrong.append(
-            f"it is for width {table.dim} and {table.tokens} tokens; the model has {sites[0].dim} and {tokens}"
+            f"it is for width {table.dim} and {table.tokens} tokens; the model has {found[0].dim} and {tokens}"
         )
     for name in AXES:
-        most, most_found = max(getattr(site.widths, name) or 0 for site in sites), getattr(table, name)[-1]
+        most, most_found = max(getattr(site.widths, name) or 0 for site in found), getattr(table, name)[-1]
         if most_found < most:
             wrong.append(f"its grid of {name} ends at {most_found}; the model has {most}")
     if wrong:

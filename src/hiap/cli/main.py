@@ -388,10 +388,11 @@ def _latency(*models: Any, batch: int = 32) -> list[float]:
     """Median milliseconds of a forward of each model, in turns."""
     import torch
 
+    from hiap.models.registry import family_of
     from hiap.speed.clock import timings
 
-    like, embed = next(models[0].parameters()), models[0].patch_embed
-    x = torch.randn((batch, embed.proj.in_channels, *embed.img_size), device=like.device)
+    like = next(models[0].parameters())
+    x = torch.randn((batch, *family_of(models[0]).input_shape(models[0])), device=like.device)
     with torch.inference_mode():
         runs = [functools.partial(model.eval(), x) for model in models]
         return [statistics.median(times) for times in timings(runs, like.device, 3, 15, rounds=15)]
@@ -409,7 +410,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     import torch
 
     import hiap
-    from hiap.models.timm import sites
+    from hiap.models.registry import family_of
     from hiap.training.config import help_of, read_config
     from hiap.training.evaluate import evaluate
     from hiap.training.setup import dense_model, load_data
@@ -423,13 +424,15 @@ def _evaluate(options: argparse.Namespace) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = read_config(None, {"lambda_macro": 0.0, **given})  # what it would be pruned to does not matter
     model = dense_model(config).to(device).eval() if options.model else hiap.load(_compact(options.folder), device)
-    sites(model)  # refuses what is no ViT
-    if model.num_classes == 0:
+    family = family_of(model)
+    family.sites(model)  # refuses what cannot be pruned
+    classes = family.classes(model)
+    if classes == 0:
         raise InputError(f"{config.weights or config.model} holds no classifier, so there is nothing to score")
-    config.model_args = {"num_classes": model.num_classes}
+    config.model_args = {"num_classes": classes}
     data = load_data(config, model, device)
-    if data.classes != model.num_classes:
-        raise InputError(f"the model has {model.num_classes} classes, the data {data.classes}")
+    if data.classes != classes:
+        raise InputError(f"the model has {classes} classes, the data {data.classes}")
     own, others = getattr(model, "class_names", None), data.class_names
     if own and others and own != others:
         first = next((a, b) for a, b in zip(own, others, strict=True) if a != b)
@@ -452,16 +455,19 @@ def _compact(folder: str) -> Path:
 def _info(options: argparse.Namespace) -> int:
     import hiap
     from hiap.budget.cost import in_words
-    from hiap.models import timm as family
+    from hiap.models.registry import family_of
     from hiap.pruning.count import macs_of_widths
+    from hiap.pruning.extract import provenance_of
 
     model = hiap.load(_compact(options.folder))
-    macs, dense = hiap.macs(model), macs_of_widths(model, model.hiap.dense)
+    family, provenance = family_of(model), provenance_of(model)
+    assert provenance is not None
+    macs, dense = hiap.macs(model), macs_of_widths(model, provenance.dense)
     params = sum(p.numel() for p in model.parameters())
     print(f"MACs        {in_words(macs)}, {macs / dense:.1%} of {in_words(dense)}")
     print(f"parameters  {in_words(params)}")
-    print(f"classes     {model.num_classes}")
-    print(f"checked     logits within {model.hiap.logit_difference:.1e} of the gated model's (relative)")
+    print(f"classes     {family.classes(model)}")
+    print(f"checked     logits within {provenance.logit_difference:.1e} of the gated model's (relative)")
     print("block  heads  qk_dim  value_dim  neurons")
     for i, site in enumerate(family.sites(model)):
         cells = [site.widths.heads, site.widths.qk_dim, site.widths.value_dim, site.widths.neurons]
@@ -548,7 +554,7 @@ def _random_model(options: argparse.Namespace) -> Any:
 
 def _measure(options: argparse.Namespace) -> int:
     from hiap.budget.latency import LatencyCost
-    from hiap.models.timm import sites
+    from hiap.models.registry import sites
     from hiap.speed.measure import measure
 
     device, start = _device(options.device), time.perf_counter()

@@ -1,47 +1,39 @@
-"""Adapter for timm's `VisionTransformer`: which models qualify, what they cost, and how to rebuild one.
+"""timm's `VisionTransformer`: which models qualify, what they cost, and how to rebuild one.
 
-A model qualifies by the types of its block, attention and MLP, never by its name. Whatever could not be
-gated and extracted exactly is refused here, before any work.
+A model qualifies by the types of its block, attention and MLP, never by its name. Whatever could not be gated and
+extracted exactly is refused here, before any work. timm's standard block has the members of our own, so that it is
+gated and aligned as it is.
+
+One file, though a long one: nothing else in the package knows a member of timm's models.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from typing import Any, NoReturn, TypeAlias, cast
 
+import timm
 import timm.layers as layers
 import torch
+from timm.data import resolve_data_config
+from timm.models._features import FeatureGetterNet
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, VisionTransformer
-from torch import nn
+from torch import Tensor, nn
 
-from hiap.errors import CheckpointError, InputError, UnsupportedModelError
+from hiap.errors import CheckpointError, InputError
+from hiap.models.family import Family, ImageSize, Preprocessing, Recipe, Site, compact_widths, refuse
 from hiap.nn import compact
 from hiap.nn.compact import Widths
 from hiap.nn.gates import GatedLinear
+from hiap.nn.stem import Stem
 
-__all__ = [
-    "FAMILY",
-    "Recipe",
-    "Site",
-    "ViT",
-    "build",
-    "describe",
-    "fixed_macs",
-    "image_size",
-    "mlp_ratio",
-    "sites",
-    "stem",
-    "tokens",
-]
+__all__ = ["TIMM", "TimmFamily", "entry_point", "preprocessing_of"]
 
-FAMILY = "timm"
-
-# nn.Module types every attribute as Tensor | Module; a model whose members are known is Any to the type checker.
+# nn.Module types every attribute as Tensor | Module; here the members of a model are known.
 ViT: TypeAlias = Any
-Recipe: TypeAlias = dict[str, Any]  # {"class": ..., "arguments": ..., "drop_path": ...}, as JSON values
 
 _CLASSES = {cls.__name__: cls for cls in (VisionTransformer, VisionTransformerDistilled)}
 _NORMS = {
@@ -75,64 +67,212 @@ _DEPTH_LIMIT = 1_000  # blocks, so that a wrong number does not build for hours
 _SIZE_LIMIT = 1 << 24  # every other count
 
 
-@dataclass(frozen=True)
-class Site:
-    """One block of the model: what can be gated in it, and its present widths."""
+class TimmFamily(Family):
+    """timm's `VisionTransformer`, with its standard block, attention and MLP."""
 
-    name: str
-    block: ViT
-    dim: int
-    widths: Widths
+    name = "timm"
 
-    @property
-    def qk_norm(self) -> bool:
-        """Whether queries and keys are normalised, which ties all q/k dims of a head together."""
-        return bool(self.widths.heads) and not isinstance(self.block.attn.q_norm, nn.Identity)
+    def accepts(self, model: nn.Module) -> bool:
+        return isinstance(model, VisionTransformer)
+
+    def sites(self, model: ViT) -> list[Site]:
+        if type(model.patch_embed) is not layers.PatchEmbed:
+            refuse(
+                "patch_embed",
+                model.patch_embed,
+                "only the plain patch embedding is counted and rebuilt exactly",
+                "an exact count and a recipe for this stem",
+            )
+        if not isinstance(model.attn_pool, _pools()):
+            refuse("attn_pool", model.attn_pool, "its cost is not known", "an exact MAC count for this pool")
+        _classifiers(model)
+        return [self._site(f"blocks.{i}", block, model.embed_dim) for i, block in enumerate(model.blocks)]
+
+    def _site(self, name: str, block: Any, dim: int) -> Site:
+        widths = compact_widths(block) if isinstance(block, compact.Block) else _widths(name, block)
+        qk_norm = bool(widths.heads) and not isinstance(block.attn.q_norm, nn.Identity)
+        return Site(self, name, block, dim, widths, qk_norm)
+
+    def refuse_class(self, model: nn.Module) -> NoReturn:
+        """Say why a model is not of this family."""
+        reason = "it is not a timm VisionTransformer"
+        if getattr(model, "rope", None) is not None or getattr(model, "rope_mixed", False):
+            reason += ", and its rotary position embedding turns q/k dims in pairs"
+        elif any("relpos" in type(m).__name__.lower() for m in model.modules()):
+            reason += ", and its relative position bias belongs to the heads"
+        refuse("the model", model, reason, "an adapter that names this family's attention and MLP layers")
+
+    def stem(self, model: ViT) -> nn.Module:
+        return cast(nn.Module, model.patch_embed)
+
+    def input_shape(self, model: ViT, size: ImageSize = None) -> tuple[int, int, int]:
+        embed, given = model.patch_embed, size is not None
+        patch = embed.patch_size
+        size = size if given else embed.img_size
+        if size is None:
+            raise InputError("the model has no fixed image size; pass img_size")
+        height, width = map(int, size) if isinstance(size, Sequence) else (int(size), int(size))
+        if given and not embed.dynamic_img_pad and (height % patch[0] or width % patch[1]):
+            raise InputError(f"img_size {height}x{width} is not a multiple of the {patch[0]}x{patch[1]} patch")
+        if height < patch[0] or width < patch[1]:
+            raise InputError(f"img_size {height}x{width} is smaller than one {patch[0]}x{patch[1]} patch")
+        return embed.proj.in_channels, height, width
+
+    def tokens(self, model: ViT, size: ImageSize = None) -> int:
+        rows, columns = model.patch_embed.dynamic_feat_size(self.input_shape(model, size)[1:])
+        return int(rows * columns + model.num_prefix_tokens)
+
+    def fixed_macs(self, model: ViT, size: ImageSize = None) -> int:
+        n = self.tokens(model, size)
+        macs = (n - model.num_prefix_tokens) * model.patch_embed.proj.weight.numel()
+        pooled = 1
+        if model.attn_pool is not None:
+            macs += _pool_macs(model.attn_pool, n if model.pool_include_prefix else n - model.num_prefix_tokens)
+        elif not model.global_pool:
+            pooled = n  # the classifier runs on every token
+        return int(macs + pooled * sum(linear.weight.numel() for linear in _classifiers(model)))
+
+    def embed(self, model: ViT, images: Tensor) -> Tensor:
+        return cast(Tensor, model.norm_pre(model._pos_embed(model.patch_embed(images))))
+
+    def head(self, model: ViT, tokens: Tensor) -> Tensor:
+        return cast(Tensor, model.forward_head(model.norm(tokens)))
+
+    def outputs(self, model: ViT, images: Tensor) -> tuple[Tensor, ...]:
+        features = model.forward_features(images)
+        return features, model.forward_head(features)
+
+    def fold_stem(self, model: ViT) -> nn.Module | None:
+        embed = model.patch_embed
+        if model.dynamic_img_size or embed.dynamic_img_pad or not isinstance(embed.norm, nn.Identity):
+            return None
+        proj, (rows, columns) = embed.proj, embed.grid_size
+        zero = proj.weight.new_zeros(1, *((rows * columns,) if embed.flatten else (rows, columns)), model.embed_dim)
+        table = model._pos_embed(zero).clone()
+        if proj.bias is not None:
+            table[:, model.num_prefix_tokens :] += proj.bias
+        size, patch = self.input_shape(model)[1:], tuple(proj.kernel_size)
+        stem = Stem(proj.weight.flatten(1), table, size, patch, model.num_prefix_tokens)
+        model.patch_embed = nn.Identity()
+        return stem if isinstance(model.norm_pre, nn.Identity) else nn.Sequential(stem, model.norm_pre)
+
+    def tokens_read(self, model: ViT) -> int | None:
+        return int(model.num_prefix_tokens) if model.global_pool == "token" else None
+
+    def no_weight_decay(self, model: ViT) -> set[str]:
+        return set(model.no_weight_decay())
+
+    def classes(self, model: ViT) -> int:
+        return int(model.num_classes)
+
+    def set_classes(self, model: ViT, classes: int) -> None:
+        model.reset_classifier(classes)
+
+    def classifier(self, model: ViT) -> list[nn.Module]:
+        found = model.get_classifier()
+        return list(found) if isinstance(found, tuple) else [found]
+
+    def preprocessing(self, model: ViT) -> Preprocessing:
+        return preprocessing_of(model)
+
+    def usage(self, model: ViT) -> dict[str, Any]:
+        given: Any = getattr(model, "pretrained_cfg", None)
+        given = asdict(given) if is_dataclass(given) and not isinstance(given, type) else given
+        # Where timm would fetch the dense weights from says nothing about this model.
+        return {k: v for k, v in (given or {}).items() if k not in ("file", "source", "state_dict")}
+
+    def set_usage(self, model: ViT, usage: Mapping[str, Any]) -> None:
+        cfg = {k: tuple(v) if isinstance(v, list) else v for k, v in usage.items()}
+        model.pretrained_cfg = model.default_cfg = cfg
+
+    def check_usage(self, where: str, usage: Mapping[str, Any]) -> None:
+        for name, value in usage.items():
+            fits = _USAGE.get(name)
+            if value is not None and fits is not None and not fits(value):
+                raise CheckpointError(f"{where} has {name} {str(value)[:40]!r}, which timm cannot read")
+
+    def saved_facts(self, model: ViT) -> dict[str, Any]:
+        return {"num_features": model.num_features}
+
+    def versions(self) -> dict[str, str]:
+        return {"timm": timm.__version__}
+
+    def build_dense(self, recipe: Recipe, widths: Sequence[Widths]) -> nn.Module:
+        first = widths[0]
+        plain = Widths(first.heads, first.qk_dim, first.qk_dim, first.neurons)
+        if plain.heads and plain.neurons and all(one == plain for one in widths):
+            ratio = _mlp_ratio(plain.neurons, recipe["arguments"]["embed_dim"])
+            recipe = {**recipe, "arguments": {**recipe["arguments"], "num_heads": plain.heads, "mlp_ratio": ratio}}
+        return self.build(recipe)
+
+    def describe(self, model: ViT, origin: Recipe | None = None) -> Recipe:
+        return _describe(model, origin)
+
+    def build(self, recipe: Recipe) -> nn.Module:
+        return cast(nn.Module, _build(recipe))
 
 
-def sites(model: ViT) -> list[Site]:
-    """The blocks of a dense, gated or compact model.
+TIMM = TimmFamily()
 
-    Raises:
-        UnsupportedModelError: with the module, the reason and what would be needed.
+
+def preprocessing_of(model: nn.Module) -> Preprocessing:
+    """How images are made ready for any model of timm; one value of mean and std may stand for all channels."""
+    own = resolve_data_config({}, model=model)
+    names = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
+    return Preprocessing(size=tuple(own["input_size"][1:]), **{name: own[name] for name in names})
+
+
+def entry_point(
+    load: Callable[[str], nn.Module],
+    pretrained_cfg: Any,
+    pretrained_cfg_overlay: Any = None,
+    cache_dir: Any = None,
+    num_classes: int | None = None,
+    img_size: int | tuple[int, int] | None = None,
+    features_only: bool = False,
+    out_indices: int | Sequence[int] = 3,
+    **unknown: Any,
+) -> nn.Module:
+    """What `timm.create_model("local-dir:FOLDER")` gives back, in training mode.
+
+    Args:
+        load: reads a compact model from a folder.
+        features_only: the feature maps of the last blocks or of `out_indices`, as for timm's own ViTs.
     """
-    if not isinstance(model, VisionTransformer):
-        _refuse_class(model)
-    if type(model.patch_embed) is not layers.PatchEmbed:
-        _refuse(
-            "patch_embed",
-            model.patch_embed,
-            "only the plain patch embedding is counted and rebuilt exactly",
-            "an exact count and a recipe for this stem",
+    folder = (pretrained_cfg or {}).get("file") if isinstance(pretrained_cfg, dict) else None
+    if folder is None:
+        raise InputError("hiap_vit describes a saved model: create it with timm.create_model('local-dir:FOLDER')")
+    if unknown:
+        raise InputError(
+            f"hiap_vit takes num_classes, img_size, features_only and out_indices; found {', '.join(sorted(unknown))}"
         )
-    if not isinstance(model.attn_pool, _pools()):
-        _refuse("attn_pool", model.attn_pool, "its cost is not known", "an exact MAC count for this pool")
-    _classifiers(model)
-    return [
-        Site(f"blocks.{i}", block, model.embed_dim, _widths(f"blocks.{i}", block))
-        for i, block in enumerate(model.blocks)
-    ]
+    model: ViT = load(folder)
+    if num_classes is not None and num_classes != model.num_classes:
+        model.reset_classifier(num_classes)
+        model.__dict__.pop("class_names", None)
+    if img_size is not None:
+        model.set_input_size(img_size)
+    result: nn.Module = FeatureGetterNet(model, out_indices) if features_only else model
+    return result.train()
 
 
 def _widths(name: str, block: ViT) -> Widths:
-    if isinstance(block, compact.Block):
-        return _compact_widths(block)
     if type(block) is not Block:
         _refuse_block(name, block)
     attn, mlp = block.attn, block.mlp
     if type(attn) is not layers.Attention:
-        _refuse(f"{name}.attn", attn, "it is not timm's standard attention", "rules to cut this attention")
+        refuse(f"{name}.attn", attn, "it is not timm's standard attention", "rules to cut this attention")
     if type(mlp) is not layers.Mlp:
         kind = (
             "a gated MLP joins its neurons in pairs" if "glu" in type(mlp).__name__.lower() else "it is not timm's Mlp"
         )
-        _refuse(f"{name}.mlp", mlp, kind, "rules to cut this MLP")
+        refuse(f"{name}.mlp", mlp, kind, "rules to cut this MLP")
     if getattr(attn, "gate", None) is not None:
-        _refuse(f"{name}.attn.gate", attn.gate, "gated attention adds a third factor", "rules to cut the gate as well")
+        refuse(f"{name}.attn.gate", attn.gate, "gated attention adds a third factor", "rules to cut the gate as well")
     between = "a norm between the units and the layer that reads them changes when a unit goes"
     for owner, member in (("attn", attn.norm), ("mlp", mlp.norm)):
         if not isinstance(member, nn.Identity):
-            _refuse(
+            refuse(
                 f"{name}.{owner}.norm", member, between, "a model without this norm (scale_attn_norm, scale_mlp_norm)"
             )
     for owner, parent, member in (
@@ -144,39 +284,13 @@ def _widths(name: str, block: ViT) -> Widths:
         linear = getattr(parent, member)
         if not _is_linear(linear):
             reason = "it is not a plain nn.Linear with a weight of its own"
-            _refuse(f"{name}.{owner}.{member}", linear, reason, "the layer in its plain form")
+            refuse(f"{name}.{owner}.{member}", linear, reason, "the layer in its plain form")
     return Widths(attn.num_heads, attn.head_dim, attn.head_dim, mlp.fc1.out_features)
-
-
-def _compact_widths(block: compact.Block) -> Widths:
-    attn, mlp = block.attn, block.mlp
-    neurons = mlp.fc1.out_features if isinstance(mlp, compact.Mlp) else None if mlp is None else 0
-    if isinstance(attn, compact.Attention):
-        return Widths(attn.num_heads, attn.qk_dim, attn.value_dim, neurons)
-    return Widths(None if attn is None else 0, 0, 0, neurons)
 
 
 def _is_linear(module: nn.Module) -> bool:
     """Whether a layer is a Linear whose weight is its parameter, not made of others (a mask, a norm of weights)."""
     return type(module) in (nn.Linear, GatedLinear) and module._parameters.get("weight") is not None
-
-
-def _refuse(name: str, module: nn.Module, reason: str, needed: str) -> NoReturn:
-    raise UnsupportedModelError(
-        f"{name} is a {type(module).__name__}: {reason}. To support it HiAP would need {needed}."
-    )
-
-
-def _refuse_class(model: ViT) -> NoReturn:
-    for wrapped in ("module", "_orig_mod"):
-        if isinstance(getattr(model, wrapped, None), VisionTransformer):
-            raise UnsupportedModelError(f"the model is wrapped in {type(model).__name__}: pass model.{wrapped}")
-    reason = "it is not a timm VisionTransformer"
-    if getattr(model, "rope", None) is not None or getattr(model, "rope_mixed", False):
-        reason += ", and its rotary position embedding turns q/k dims in pairs"
-    elif any("relpos" in type(m).__name__.lower() for m in model.modules()):
-        reason += ", and its relative position bias belongs to the heads"
-    _refuse("the model", model, reason, "an adapter that names this family's attention and MLP layers")
 
 
 def _refuse_block(name: str, block: ViT) -> NoReturn:
@@ -187,45 +301,7 @@ def _refuse_block(name: str, block: ViT) -> NoReturn:
         reason = "it normalises after the branch, so a closed branch is not a zero"
     else:
         reason = "it is not timm's standard pre-norm block"
-    _refuse(name, block, reason, "rules to gate and cut this block")
-
-
-def stem(model: ViT) -> nn.Module:
-    """The module every forward enters first, and only once."""
-    module: nn.Module = model.patch_embed
-    return module
-
-
-def image_size(model: ViT, size: int | tuple[int, int] | None = None) -> tuple[int, int]:
-    """Height and width of the input: the model's own unless given."""
-    given, patch = size is not None, model.patch_embed.patch_size
-    size = size if given else model.patch_embed.img_size
-    if size is None:
-        raise InputError("the model has no fixed image size; pass img_size")
-    height, width = map(int, size) if isinstance(size, Sequence) else (int(size), int(size))
-    if given and not model.patch_embed.dynamic_img_pad and (height % patch[0] or width % patch[1]):
-        raise InputError(f"img_size {height}x{width} is not a multiple of the {patch[0]}x{patch[1]} patch")
-    if height < patch[0] or width < patch[1]:
-        raise InputError(f"img_size {height}x{width} is smaller than one {patch[0]}x{patch[1]} patch")
-    return height, width
-
-
-def tokens(model: ViT, img_size: int | tuple[int, int] | None = None) -> int:
-    """Sequence length N, prefix tokens included."""
-    rows, columns = model.patch_embed.dynamic_feat_size(image_size(model, img_size))
-    return int(rows * columns + model.num_prefix_tokens)
-
-
-def fixed_macs(model: ViT, img_size: int | tuple[int, int] | None = None) -> int:
-    """MACs of everything outside the blocks: patch embedding, attention pool, classifiers."""
-    n = tokens(model, img_size)
-    macs = (n - model.num_prefix_tokens) * model.patch_embed.proj.weight.numel()
-    pooled = 1
-    if model.attn_pool is not None:
-        macs += _pool_macs(model.attn_pool, n if model.pool_include_prefix else n - model.num_prefix_tokens)
-    elif not model.global_pool:
-        pooled = n  # the classifier runs on every token
-    return int(macs + pooled * sum(linear.weight.numel() for linear in _classifiers(model)))
+    refuse(name, block, reason, "rules to gate and cut this block")
 
 
 def _classifiers(model: ViT) -> list[nn.Linear]:
@@ -238,7 +314,7 @@ def _classifiers(model: ViT) -> list[nn.Linear]:
             elif next(module.parameters(recurse=False), None) is not None and not isinstance(
                 module, tuple(_NORMS.values())
             ):
-                _refuse("head", module, "its cost is not known", "a classifier made of Linears and norms")
+                refuse("head", module, "its cost is not known", "a classifier made of Linears and norms")
     return linears
 
 
@@ -259,22 +335,12 @@ def _pool_macs(pool: ViT, n: int) -> int:
     )
 
 
-def mlp_ratio(neurons: int, dim: int) -> float:
-    """What timm, which cuts the product off, makes so many neurons of."""
+def _mlp_ratio(neurons: int, dim: int) -> float:
+    """The `mlp_ratio` for which timm's `int(dim * ratio)` gives `neurons`."""
     return (neurons + 0.5) / dim
 
 
-def describe(model: ViT, origin: Recipe | None = None) -> Recipe:
-    """The recipe of a model's skeleton: a class and constructor arguments, as JSON values.
-
-    Args:
-        model: dense, gated or compact.
-        origin: the recipe of the dense model a compact one came from. It says what no branch is left to tell, as the
-            activation of FFNs that are all gone.
-
-    Raises:
-        CheckpointError: for a part that has no entry in the recipe.
-    """
+def _describe(model: ViT, origin: Recipe | None) -> Recipe:
     if type(model).__name__ not in _CLASSES or type(model) is not _CLASSES[type(model).__name__]:
         raise CheckpointError(
             f"{type(model).__name__} cannot be rebuilt from a recipe: expected one of {', '.join(_CLASSES)}"
@@ -283,7 +349,7 @@ def describe(model: ViT, origin: Recipe | None = None) -> Recipe:
     pool, embed_norm = model.attn_pool, model.patch_embed.norm
     norm_after_pool = not isinstance(model.fc_norm, nn.Identity)
     arguments = {
-        "img_size": list(image_size(model)),
+        "img_size": list(TIMM.input_shape(model)[1:]),
         "patch_size": list(model.patch_embed.patch_size),
         "in_chans": model.patch_embed.proj.in_channels,
         "num_classes": model.num_classes,
@@ -316,7 +382,7 @@ def describe(model: ViT, origin: Recipe | None = None) -> Recipe:
     if pool is not None:
         arguments["num_heads"] = pool.num_heads
     if isinstance(pool, layers.AttentionPoolLatent) and pool.mlp is not None:
-        arguments["mlp_ratio"] = mlp_ratio(pool.mlp.fc1.out_features, model.embed_dim)
+        arguments["mlp_ratio"] = _mlp_ratio(pool.mlp.fc1.out_features, model.embed_dim)
     before = (origin or {}).get("drop_path", [[0.0, 0.0]] * len(model.blocks))
     drop_path = [
         [
@@ -368,18 +434,13 @@ def _describe_branches(model: ViT) -> dict[str, Any]:
             "act_layer": _activation_name(mlp.act),
         }
         if isinstance(mlp, layers.Mlp):  # only the dense width is an argument
-            found["mlp_ratio"] = mlp_ratio(mlp.fc1.out_features, model.embed_dim)
+            found["mlp_ratio"] = _mlp_ratio(mlp.fc1.out_features, model.embed_dim)
     if any(isinstance(m, layers.LayerScale) for m in model.modules()):
         found["init_values"] = 1e-5
     return found
 
 
-def build(recipe: Recipe) -> ViT:
-    """The dense skeleton of a recipe, on the meta device.
-
-    Raises:
-        CheckpointError: naming the argument that no model has.
-    """
+def _build(recipe: Recipe) -> ViT:
     _check_recipe(recipe)
     arguments = dict(recipe["arguments"])
     norm = functools.partial(_NORMS[arguments["norm_layer"]], eps=arguments.pop("norm_eps"))
@@ -393,7 +454,7 @@ def build(recipe: Recipe) -> ViT:
     if recipe["class"] == VisionTransformer.__name__:
         arguments["weight_init"] = "skip"  # most of the time it takes, and there is nothing to initialise
     with torch.device("meta"):
-        model = _CLASSES[recipe["class"]](**arguments)
+        model: ViT = _CLASSES[recipe["class"]](**arguments)
     for block, (first, second) in zip(model.blocks, recipe["drop_path"], strict=True):
         block.drop_path1 = layers.DropPath(first) if first else nn.Identity()
         block.drop_path2 = layers.DropPath(second) if second else nn.Identity()
@@ -486,3 +547,22 @@ def _activation_name(module: nn.Module) -> str:
         if type(module) is type(make()) and str(module) == str(make()):
             return name
     raise CheckpointError(f"the activation {module} has no name in a recipe; known: {', '.join(_ACTIVATIONS)}")
+
+
+def _is_list(value: Any, *kinds: type) -> bool:
+    return isinstance(value, list) and all(type(one) in kinds for one in value)
+
+
+# What timm and hiap read of a pretrained_cfg.
+_USAGE: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(
+        ("input_size", "test_input_size", "min_input_size"),
+        lambda value: _is_list(value, int) and len(value) == 3 and min(value) > 0,
+    ),
+    **dict.fromkeys(("mean", "std"), lambda value: _is_list(value, int, float) and len(value) > 0),
+    **dict.fromkeys(("crop_pct", "test_crop_pct"), lambda value: type(value) in (int, float) and value > 0),
+    **dict.fromkeys(("interpolation", "crop_mode", "architecture", "tag"), lambda value: isinstance(value, str)),
+    "num_classes": lambda value: type(value) is int and value >= 0,
+    "fixed_input_size": lambda value: isinstance(value, bool),
+    "label_names": lambda value: _is_list(value, str),
+}

@@ -9,15 +9,15 @@ import re
 import reprlib
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import safetensors.torch
 import timm
 import torch
+from timm.data import resolve_data_config
 from torch import Tensor, nn
 
 from hiap.errors import ConfigError, InputError
-from hiap.models.timm import ViT
 
 __all__ = [
     "check_weights",
@@ -25,6 +25,7 @@ __all__ = [
     "load_weights",
     "read_weights",
     "short_reason",
+    "teacher_model",
     "trained_model",
     "unwrapped",
 ]
@@ -51,7 +52,7 @@ SHORT.maxdict = SHORT.maxlist = SHORT.maxtuple = 12
 SHORT.maxstring = SHORT.maxlong = SHORT.maxother = 80
 
 
-def trained_model(name: str, weights: str | None, pretrained: bool, arguments: dict[str, Any]) -> ViT:
+def trained_model(name: str, weights: str | None, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
     """A model with its weights; its own number of classes, 0 where they hold no classifier.
 
     Args:
@@ -75,7 +76,30 @@ def trained_model(name: str, weights: str | None, pretrained: bool, arguments: d
     return create_model(name, pretrained, arguments)
 
 
-def create_model(name: str, pretrained: bool, arguments: dict[str, Any]) -> Any:
+def teacher_model(name: str, weights: str | None, classes: int) -> tuple[nn.Module, tuple[int | None, int]]:
+    """Any model of timm as a teacher, with the classes and the channels it has.
+
+    Args:
+        weights: a file of one with so many classes; without it, pretrained weights are fetched.
+
+    Raises:
+        ConfigError: timm does not know it, or its weights cannot be had or do not fit.
+    """
+    own = {"num_classes": classes} if weights else {}
+    try:
+        model: nn.Module = timm.create_model(name, pretrained=weights is None, **own)
+    except Exception as error:
+        raise ConfigError(
+            f"the teacher {name} cannot be had ({short_reason(error)}). Pass --teacher-weights FILE, or --teacher self"
+        ) from error
+    if weights is not None:
+        what = f"teacher {name} with the {classes} classes of the data"
+        load_weights(model, read_weights(weights), weights, name, what)
+    channels = resolve_data_config({}, model=model)["input_size"][0]
+    return model, (cast("int | None", getattr(model, "num_classes", None)), channels)
+
+
+def create_model(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
     """A model of timm; one with arguments is measured before it takes memory.
 
     Raises:
@@ -88,7 +112,8 @@ def create_model(name: str, pretrained: bool, arguments: dict[str, Any]) -> Any:
     except Exception as error:  # whatever the constructor of a model makes of odd arguments
         raise ConfigError(f"timm cannot make the model {name}{given}: {short_reason(error)}") from error
     try:
-        return timm.create_model(name, pretrained=pretrained, **arguments)
+        model: nn.Module = timm.create_model(name, pretrained=pretrained, **arguments)
+        return model
     except Exception as error:
         if pretrained and timm.is_model(name) and not isinstance(error, TypeError):
             raise ConfigError(

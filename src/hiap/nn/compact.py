@@ -1,13 +1,14 @@
-"""The plain modules of the small network. Nothing here knows of gates, topologies or timm.
+"""The plain modules of the small network. Nothing here knows of gates, topologies or families of models.
 
-Tensor names are timm's (`attn.qkv`, `attn.proj`, `mlp.fc1`, `mlp.fc2`), so what was not cut keeps its key.
+A block has a norm, a branch, a layer scale and a drop path, twice (`norm1`, `attn`, `ls1`, `drop_path1`; `norm2`,
+`mlp`, ...); its Linears are `attn.qkv`, `attn.proj`, `mlp.fc1` and `mlp.fc2`. timm's blocks have the same names.
 A branch is a full module, a `Constant` (all units gone: only the bias is left) or None (gone).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -128,11 +129,11 @@ class Block(nn.Module):
     def __init__(
         self,
         norm1: nn.Module,
-        attn: nn.Module | None,
+        attn: Attention | Constant | None,
         ls1: nn.Module,
         drop_path1: nn.Module,
         norm2: nn.Module,
-        mlp: nn.Module | None,
+        mlp: Mlp | Constant | None,
         ls2: nn.Module,
         drop_path2: nn.Module,
     ) -> None:
@@ -154,23 +155,28 @@ class Block(nn.Module):
         return x
 
 
-def shrink_block(block: Any, dim: int, widths: Widths) -> Block:
+def shrink_block(block: Block, dim: int, widths: Widths) -> Block:
     """Build the compact form of a block: new Linears on the meta device, everything else taken over.
 
     Args:
-        block: a block with timm's member names; its norms, layer scales and drops move to the result.
+        block: one of ours, or one with the same members; its norms, layer scales and drops move to the result.
         dim: embedding width D.
     """
     gone = nn.Identity
-    norm1, attn, ls1, drop_path1 = block.norm1, block.attn, block.ls1, block.drop_path1
-    norm2, mlp, ls2, drop_path2 = block.norm2, block.mlp, block.ls2, block.drop_path2
+    norm1, ls1, drop_path1 = block.norm1, block.ls1, block.drop_path1
+    norm2, ls2, drop_path2 = block.norm2, block.ls2, block.drop_path2
+    new_attn: Attention | Constant | None = None
+    new_mlp: Mlp | Constant | None = None
     with torch.device("meta"):
-        if widths.heads is None or (widths.heads == 0 and not has_bias(attn, "proj")):
-            norm1, attn, ls1, drop_path1 = gone(), None, gone(), gone()
+        if widths.heads is None or (widths.heads == 0 and not has_bias(block.attn, "proj")):
+            norm1, ls1, drop_path1 = gone(), gone(), gone()
         elif widths.heads == 0:
-            norm1, attn = gone(), Constant(dim, attn.drop if isinstance(attn, Constant) else attn.proj_drop)
+            constant, attn = block.attn, cast(Attention, block.attn)
+            norm1 = gone()
+            new_attn = Constant(dim, constant.drop if isinstance(constant, Constant) else attn.proj_drop)
         else:
-            attn = Attention(
+            attn = cast(Attention, block.attn)
+            new_attn = Attention(
                 dim,
                 widths.heads,
                 widths.qk_dim,
@@ -183,12 +189,15 @@ def shrink_block(block: Any, dim: int, widths: Widths) -> Block:
                 attn.attn_drop,
                 attn.proj_drop,
             )
-        if widths.neurons is None or (widths.neurons == 0 and not has_bias(mlp, "fc2")):
-            norm2, mlp, ls2, drop_path2 = gone(), None, gone(), gone()
+        if widths.neurons is None or (widths.neurons == 0 and not has_bias(block.mlp, "fc2")):
+            norm2, ls2, drop_path2 = gone(), gone(), gone()
         elif widths.neurons == 0:
-            norm2, mlp = gone(), Constant(dim, mlp.drop if isinstance(mlp, Constant) else mlp.drop2)
+            left, mlp = block.mlp, cast(Mlp, block.mlp)
+            norm2 = gone()
+            new_mlp = Constant(dim, left.drop if isinstance(left, Constant) else mlp.drop2)
         else:
-            mlp = Mlp(
+            mlp = cast(Mlp, block.mlp)
+            new_mlp = Mlp(
                 dim,
                 widths.neurons,
                 mlp.fc1.bias is not None,
@@ -197,9 +206,9 @@ def shrink_block(block: Any, dim: int, widths: Widths) -> Block:
                 mlp.drop1,
                 mlp.drop2,
             )
-    return Block(norm1, attn, ls1, drop_path1, norm2, mlp, ls2, drop_path2).train(block.training)
+    return Block(norm1, new_attn, ls1, drop_path1, norm2, new_mlp, ls2, drop_path2).train(block.training)
 
 
-def has_bias(branch: Any, last: str) -> bool:
+def has_bias(branch: nn.Module | None, last: str) -> bool:
     """Whether a bias outlives the units of a branch, of which `last` is the last layer."""
-    return isinstance(branch, Constant) or getattr(branch, last).bias is not None
+    return isinstance(branch, Constant) or cast(nn.Linear, getattr(branch, last)).bias is not None

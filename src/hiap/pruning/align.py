@@ -1,22 +1,22 @@
-"""Turn the dims of every head to axes that can be cut: the same function, in dims of very unequal weight.
+"""An invertible change of basis that concentrates each head in few dims; outputs are unchanged.
 
 Queries and keys meet only in their product, and so do values and the output projection: the dims of a head can be
-turned by any invertible matrix on one side and its inverse on the other. Of all these bases one is best to cut in.
-Where both sides have no correlations between dims and the same strength in each (a balanced basis), a dim carries what
-it carries alone, and the last ones carry next to nothing.
+multiplied by any invertible matrix on one side and by its inverse on the other. Of all these bases one is best to cut
+in. In a balanced basis, both sides have uncorrelated dims of equal strength: each dim carries something of its own, and
+the last ones carry next to nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from hiap.errors import InputError
-from hiap.models import timm as family
-from hiap.models.timm import Site
+from hiap.models.family import Site
+from hiap.models.registry import family_of
 from hiap.pruning.attach import check_finite, is_gated
 
 __all__ = ["align_heads"]
@@ -52,7 +52,21 @@ def align_heads(
     if is_gated(model):
         raise InputError("heads are turned before gates are attached: take the gates out with hiap.detach first")
     check_finite(model)
-    found = [_Moments(site) for site in family.sites(model) if site.widths.heads]
+    family = family_of(model)
+    try:
+        found = [_Moments(site) for site in family.open(model) if site.widths.heads]
+        _watch(model, found, images)
+        for one in found:
+            one.reduce(reduce)
+        for one in found:
+            one.turn(queries, values)
+    finally:
+        family.close(model)
+    return model
+
+
+def _watch(model: nn.Module, found: Sequence[_Moments], images: Iterable[Tensor]) -> None:
+    """Let moments see what passes through the model."""
     hooks = [hook for one in found for hook in one.hooks()]
     training, seen = model.training, 0
     try:
@@ -66,18 +80,13 @@ def align_heads(
             hook.remove()
     if not seen:
         raise InputError("no images came, so there is nothing to tell the axes of heads by")
-    for one in found:
-        one.reduce(reduce)
-    for one in found:
-        one.turn(queries, values)
-    return model
 
 
 class _Moments:
     """Second moments, summed, of the queries, keys and outputs of every head of a block. Each (heads, dims, dims)"""
 
     def __init__(self, site: Site) -> None:
-        self.site, self.attn = site, site.block.attn
+        self.site, self.attn = site, site.attention
         self.heads, self.split = site.widths.heads or 0, (site.widths.qk_dim, site.widths.qk_dim, site.widths.value_dim)
         self.query = self.key = self.output = torch.zeros(())
 
@@ -120,10 +129,10 @@ class _Moments:
     def turn(self, queries: bool, values: bool) -> None:
         attn, qkv = self.attn, self.attn.qkv
         rows = qkv.weight if qkv.bias is None else torch.cat([qkv.weight, qkv.bias.unsqueeze(1)], dim=1)
-        parts = rows.cpu().double().split([self.heads * width for width in self.split])
-        query, key, value = (part.unflatten(0, (self.heads, -1)) for part in parts)
-        output = attn.proj.weight.cpu().double().T.unflatten(0, (self.heads, -1))
-        scale = getattr(self.site.block.ls1, "gamma", torch.ones(())).cpu().double()
+        parts = torch.split(rows.cpu().double(), [self.heads * width for width in self.split])
+        query, key, value = (torch.unflatten(part, 0, (self.heads, -1)) for part in parts)
+        output = torch.unflatten(attn.proj.weight.cpu().double().T, 0, (self.heads, -1))
+        scale = cast(Tensor, getattr(self.site.block.ls1, "gamma", torch.ones(()))).cpu().double()
         if queries and not self.site.qk_norm:
             query, key = _turned(query, key, self.query, self.key)
         if values:

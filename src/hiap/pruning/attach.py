@@ -1,7 +1,8 @@
 """Puts gates into a model, finds them again, and takes them out.
 
-`proj`, `fc2` and (for qk_dim) `qkv` of every block become a `GatedLinear` on the same parameters. No dense tensor is
-renamed, so a dense checkpoint loads into a gated model, and no forward of the model is touched.
+`proj`, `fc2` and (for qk_dim) `qkv` of every block become a `GatedLinear` on the same parameters. No tensor of a timm
+model is renamed, so a dense checkpoint loads into a gated model, and no forward of the model is touched. Blocks of
+other families are converted first, and back when the gates are taken out.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from hiap.errors import InputError, UnsupportedModelError
-from hiap.models import timm as family
-from hiap.models.timm import Site, ViT
+from hiap.models.family import Site
+from hiap.models.registry import family_of, sites
 from hiap.nn.gates import START_LOGIT, Gate, GatedLinear, NoiseSource
 from hiap.nn.granularities import GRANULARITIES, PAPER
 
@@ -59,6 +60,7 @@ def attach(
         UnsupportedModelError: the model cannot be pruned exactly; nothing has been changed.
         ValueError: an unknown granularity or block, or a model that already has gates.
     """
+    family = family_of(model)
     blocks = family.sites(model)
     if not math.isfinite(logit):
         raise InputError(f"logit must be finite; found {logit}")
@@ -72,7 +74,7 @@ def attach(
                 f"{site.name}.attn normalises queries and keys (qk_norm), which ties the q/k dims of a head together. "
                 "Leave qk_dim out of the granularities."
             )
-    for i, site in enumerate(blocks):
+    for i, site in enumerate(family.open(model)):
         if i not in kept:
             _gate_block(site, chosen, logit)
     found = list(gates(model))
@@ -111,27 +113,27 @@ def _check_blocks(indices: Iterable[int] | int, depth: int) -> set[int]:
 
 
 def _gate_block(site: Site, chosen: set[str], logit: float) -> None:
-    widths, block = site.widths, site.block
+    widths = site.widths
     if widths.heads:
         values = (widths.heads, widths.value_dim)
         shapes = {"head": (widths.heads, 1), "value_dim": values, "attention": (1,)}
-        _gate_linear(block.attn, "proj", values, shapes, chosen, logit)
+        _gate_linear(site.attention, "proj", values, shapes, chosen, logit)
         queries = (widths.heads, widths.qk_dim)
-        _gate_linear(block.attn, "qkv", queries, {"qk_dim": queries}, chosen, logit)
+        _gate_linear(site.attention, "qkv", queries, {"qk_dim": queries}, chosen, logit)
     if widths.neurons:
         neurons = (widths.neurons,)
-        _gate_linear(block.mlp, "fc2", neurons, {"neuron": neurons, "block": (1,)}, chosen, logit)
+        _gate_linear(site.ffn, "fc2", neurons, {"neuron": neurons, "block": (1,)}, chosen, logit)
 
 
 def _gate_linear(
-    parent: Any,
+    parent: nn.Module,
     name: str,
     units: tuple[int, ...],
     shapes: dict[str, tuple[int, ...]],
     chosen: set[str],
     logit: float,
 ) -> None:
-    linear = getattr(parent, name)
+    linear: nn.Linear = getattr(parent, name)
     made = {kind: Gate(shape, logit, linear.weight.device) for kind, shape in shapes.items() if kind in chosen}
     if made:
         setattr(parent, name, GatedLinear(linear, units, made))
@@ -147,12 +149,15 @@ def _forgive_dense_checkpoint(module: nn.Module, incompatible: _IncompatibleKeys
 
 def detach(model: Model) -> Model:
     """Take all gates out in place, leaving the dense model on the same parameters, and return it."""
+    gated = is_gated(model)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, GatedLinear):
                 setattr(module, name, child.plain())
         _remove(module._forward_pre_hooks, lambda hook: isinstance(hook, NoiseSource))
         _remove(module._load_state_dict_post_hooks, lambda hook: hook is _forgive_dense_checkpoint)
+    if gated:
+        family_of(model).close(model)
     return model
 
 
@@ -175,11 +180,11 @@ def gates_by_block(model: nn.Module) -> list[dict[str, Gate]]:
     return [
         {
             kind: gate
-            for linear in site.block.modules()
+            for linear in site.module.modules()
             if isinstance(linear, GatedLinear)
             for kind, gate in linear.by_kind().items()
         }
-        for site in family.sites(model)
+        for site in sites(model)
     ]
 
 
@@ -217,9 +222,11 @@ def noise_source(model: nn.Module) -> NoiseSource:
     raise InputError("the model has no gates; attach them with hiap.attach first")
 
 
-def parameter_groups(model: ViT, weight_decay: float = 0.05, gate_lr: float | None = None) -> list[dict[str, Any]]:
+def parameter_groups(
+    model: nn.Module, weight_decay: float = 0.05, gate_lr: float | None = None
+) -> list[dict[str, Any]]:
     """Optimiser groups: weights with decay, biases and norms without, gate logits without and at their own rate."""
-    exempt = model.no_weight_decay()
+    exempt = family_of(model).no_weight_decay(model)
     logits = {id(gate.logit) for gate in gates(model)}
     groups: list[dict[str, Any]] = param_groups_weight_decay(model, weight_decay, exempt)
     for group in groups:
@@ -228,6 +235,6 @@ def parameter_groups(model: ViT, weight_decay: float = 0.05, gate_lr: float | No
     return [*groups, group if gate_lr is None else {**group, "lr": gate_lr}]
 
 
-def weight_groups(model: ViT, weight_decay: float = 0.05) -> list[dict[str, Any]]:
+def weight_groups(model: nn.Module, weight_decay: float = 0.05) -> list[dict[str, Any]]:
     """Optimiser groups of the weights alone, for gates that a `Controller` sets: they learn nothing by gradient."""
     return parameter_groups(model, weight_decay)[:-1]

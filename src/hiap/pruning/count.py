@@ -11,14 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hiap.models import timm as family
+from hiap.models.family import ImageSize
+from hiap.models.registry import family_of, sites
 from hiap.nn.compact import Widths
 from hiap.pruning.attach import gates_by_block, is_gated
 from hiap.pruning.topology import Topology, harden
 
-__all__ = ["Counts", "ImageSize", "block_macs", "expected_counts", "hard_counts", "macs", "macs_of_widths"]
-
-ImageSize = int | tuple[int, int] | None
+__all__ = ["Counts", "block_macs", "expected_counts", "hard_counts", "macs", "macs_of_widths"]
 
 
 def macs(model: nn.Module, img_size: ImageSize = None, round_to: int = 1) -> int:
@@ -30,7 +29,7 @@ def macs(model: nn.Module, img_size: ImageSize = None, round_to: int = 1) -> int
         img_size: of the input; the model's own by default.
         round_to: the multiple that widths are padded to; it concerns gated models only.
     """
-    widths = [site.widths for site in family.sites(model)]
+    widths = [site.widths for site in sites(model)]
     if is_gated(model):
         blocks = harden(model).blocks
         widths = [block.widths(dense, round_to) for block, dense in zip(blocks, widths, strict=True)]
@@ -39,6 +38,7 @@ def macs(model: nn.Module, img_size: ImageSize = None, round_to: int = 1) -> int
 
 def macs_of_widths(model: nn.Module, widths: Sequence[Widths], img_size: ImageSize = None) -> int:
     """Exact MACs of one image, were the blocks of the model of these widths."""
+    family = family_of(model)
     n = family.tokens(model, img_size)
     return family.fixed_macs(model, img_size) + sum(
         block_macs(n, site.dim, one) for site, one in zip(family.sites(model), widths, strict=True)
@@ -69,7 +69,7 @@ def expected_counts(model: nn.Module) -> Counts:
     no gate is open.
     """
     probabilities = [{k: gate.probability() for k, gate in kinds.items()} for kinds in gates_by_block(model)]
-    widths = [site.widths for site in family.sites(model)]
+    widths = [site.widths for site in sites(model)]
     some = next((p for block in probabilities for p in block.values()), torch.ones(1, dtype=torch.float64))
     one = torch.ones(1, device=some.device, dtype=some.dtype)
     rows = []

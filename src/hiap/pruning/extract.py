@@ -9,14 +9,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hiap.errors import CheckpointError, ExtractionError, InputError
-from hiap.models import timm as family
-from hiap.models.timm import Recipe, ViT
+from hiap.models.family import Recipe, put
+from hiap.models.registry import family_of, sites
 from hiap.nn.compact import Widths, shrink_block
 from hiap.nn.granularities import GRANULARITIES
 from hiap.pruning.attach import attach, detach, is_gated
@@ -28,14 +28,18 @@ __all__ = [
     "check_dtype",
     "difference",
     "extract",
+    "note_provenance",
     "probe",
     "probe_images",
+    "provenance_of",
     "rebuild",
     "shrink",
     "slices",
     "source_name",
     "take",
 ]
+
+Model = TypeVar("Model", bound=nn.Module)
 
 # Largest difference allowed, relative to the largest output. Other GEMM shapes round otherwise, and some norms compute
 # in float32 whatever they are given.
@@ -71,7 +75,7 @@ class Provenance:
         )
 
 
-def extract(model: nn.Module, topology: Topology | None = None, round_to: int = 8) -> ViT:
+def extract(model: Model, topology: Topology | None = None, round_to: int = 8) -> Model:
     """Cut the units that are not kept out of a model; the model itself is not changed.
 
     Args:
@@ -92,13 +96,13 @@ def extract(model: nn.Module, topology: Topology | None = None, round_to: int = 
         if not is_gated(model):
             raise InputError("the model has no gates: pass a topology, or attach gates with hiap.attach first")
         topology = harden(model)
-        reference: ViT = model
+        reference = model
     else:
         topology.check(model)
         reference = _gated(model, topology)
-    source: ViT = detach(copy.deepcopy(model))
-    before = getattr(source, "hiap", None)
-    if isinstance(before, Provenance):
+    source = detach(copy.deepcopy(model))
+    before = provenance_of(source)
+    if before is not None:
         origin, recipe = before.dense, before.recipe
     else:
         origin, recipe = topology.dense, _recipe(source)
@@ -108,26 +112,38 @@ def extract(model: nn.Module, topology: Topology | None = None, round_to: int = 
         for hooks in [value for name, value in vars(module).items() if name.endswith("_hooks")]:
             hooks.clear()
     measured, tolerance = _verify(reference, compact)
-    compact.hiap = Provenance(topology, origin, round_to, measured, tolerance, recipe)
+    note_provenance(compact, Provenance(topology, origin, round_to, measured, tolerance, recipe))
     return compact
 
 
-def _recipe(model: ViT) -> Recipe:
+def provenance_of(model: nn.Module) -> Provenance | None:
+    """Where a compact model comes from; None for any other model."""
+    found = getattr(model, "hiap", None)
+    return found if isinstance(found, Provenance) else None
+
+
+def note_provenance(model: nn.Module, provenance: Provenance) -> None:
+    """Keep with a compact model where it comes from."""
+    model.hiap = provenance  # type: ignore[assignment]
+
+
+def _recipe(model: nn.Module) -> Recipe:
     try:
-        return family.describe(model)
+        return family_of(model).describe(model)
     except CheckpointError:  # such a model can be pruned, and only not be saved
         return {}
 
 
-def rebuild(source: ViT, topology: Topology, widths: Sequence[Widths]) -> ViT:
+def rebuild(source: Model, topology: Topology, widths: Sequence[Widths]) -> Model:
     """Replace the blocks of an ungated model by compact ones that hold what a topology keeps, in place.
 
     Args:
         widths: of the new blocks; where they exceed what is kept, zeros fill them.
     """
+    names = [site.name for site in family_of(source).open(source)]
     tensors = source.state_dict()
     trainable = {name: p.requires_grad for name, p in source.named_parameters()}
-    cuts = slices(topology, widths)
+    cuts = slices(names, topology, widths)
     compact = shrink(source, widths)
     state = {}
     for name in compact.state_dict():
@@ -146,24 +162,28 @@ def source_name(name: str, source: Container[str]) -> str:
     return name.replace("attn.bias", "attn.proj.bias").replace("mlp.bias", "mlp.fc2.bias")
 
 
-def shrink(model: ViT, widths: Sequence[Widths]) -> ViT:
+def shrink(model: Model, widths: Sequence[Widths]) -> Model:
     """Replace the blocks of an ungated model by compact ones of these widths, in place; new Linears are on meta."""
-    for i, site in enumerate(family.sites(model)):
-        model.blocks[i] = shrink_block(site.block, site.dim, widths[i])
+    for site, own in zip(sites(model), widths, strict=True):
+        put(model, site.name, shrink_block(site.block, site.dim, own))
     return model
 
 
-def slices(topology: Topology, widths: Sequence[Widths]) -> dict[str, tuple[int, Tensor]]:
-    """For each tensor that is cut: the dimension, and the source index of every row or column, -1 for padding."""
+def slices(names: Sequence[str], topology: Topology, widths: Sequence[Widths]) -> dict[str, tuple[int, Tensor]]:
+    """For each tensor that is cut: the dimension, and the source index of every row or column, -1 for padding.
+
+    Args:
+        names: of the blocks in the model.
+    """
     cuts = {}
-    for i, (block, old, new) in enumerate(zip(topology.blocks, topology.dense, widths, strict=True)):
+    for place, block, old, new in zip(names, topology.blocks, topology.dense, widths, strict=True):
         if new.heads:
             for name, cut in _attention_cuts(block, old, new).items():
-                cuts[f"blocks.{i}.attn.{name}"] = cut
+                cuts[f"{place}.attn.{name}"] = cut
         if new.neurons and block.neurons is not None:
             neurons = _padded(block.neurons, new.neurons)
             for name, dim in (("fc1.weight", 0), ("fc1.bias", 0), ("fc2.weight", 1)):
-                cuts[f"blocks.{i}.mlp.{name}"] = (dim, neurons)
+                cuts[f"{place}.mlp.{name}"] = (dim, neurons)
     return cuts
 
 
@@ -196,21 +216,22 @@ def take(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
     return tensor.index_select(dim, index.clamp(min=0)).masked_fill(index.view(shape) < 0, 0)
 
 
-def _gated(model: nn.Module, topology: Topology) -> ViT:
+def _gated(model: Model, topology: Topology) -> Model:
     """A copy of the model with gates set to the topology."""
-    reference: ViT = detach(copy.deepcopy(model))
-    sites = family.sites(reference)
-    if any(site.widths.heads or site.widths.neurons for site in sites):
-        tied = any(site.qk_norm for site in sites)
+    reference = detach(copy.deepcopy(model))
+    found = family_of(reference).open(reference)
+    if any(site.widths.heads or site.widths.neurons for site in found):
+        tied = any(site.qk_norm for site in found)
         attach(reference, [kind for kind in GRANULARITIES if not (tied and kind == "qk_dim")])
         set_topology(reference, topology)
-    for site, block in zip(sites, topology.blocks, strict=True):  # a constant has no gate: close it by hand
-        site.block.attn = None if block.heads is None and site.widths.heads == 0 else site.block.attn
-        site.block.mlp = None if block.neurons is None and site.widths.neurons == 0 else site.block.mlp
+    for site, kept in zip(found, topology.blocks, strict=True):  # a constant has no gate: close it by hand
+        block = site.block
+        block.attn = None if kept.heads is None and site.widths.heads == 0 else block.attn
+        block.mlp = None if kept.neurons is None and site.widths.neurons == 0 else block.mlp
     return reference
 
 
-def _verify(reference: ViT, compact: ViT) -> tuple[float, float]:
+def _verify(reference: nn.Module, compact: nn.Module) -> tuple[float, float]:
     """Compare features and logits on random images. Returns the difference and the tolerance.
 
     The check runs in float64, where rounding is far from any mistake, or in float32 on devices that lack it.
@@ -241,18 +262,17 @@ def difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
 
 
 @torch.no_grad()
-def probe(model: ViT, dtype: torch.dtype, images: int = 2) -> tuple[Tensor, Tensor]:
+def probe(model: nn.Module, dtype: torch.dtype, images: int = 2) -> tuple[Tensor, ...]:
     """Features and logits of a model, as they are in eval and this dtype, on fixed random images."""
     if any(m.training for m in model.modules()) or any(p.dtype != dtype for p in model.parameters()):
         model = copy.deepcopy(model).to(dtype).eval()
     x = probe_images(model, images).to(next(model.parameters()))
     with torch.autocast(x.device.type, enabled=False):
-        features = model.forward_features(x)
-        return features, model.forward_head(features)
+        return family_of(model).outputs(model, x)
 
 
-def probe_images(model: ViT, images: int) -> Tensor:
+def probe_images(model: nn.Module, images: int) -> Tensor:
     """Random images, always the same, of the size a model takes: float64 on the CPU."""
     generator = torch.Generator("cpu").manual_seed(0)
-    shape = (images, model.patch_embed.proj.in_channels, *family.image_size(model))
+    shape = (images, *family_of(model).input_shape(model))
     return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")

@@ -13,29 +13,28 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, astuple, is_dataclass
+from dataclasses import asdict, astuple
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import timm
 import torch
 from safetensors import SafetensorError, safe_open
-from timm.models._features import FeatureGetterNet
+from torch import nn
 
-from hiap.errors import CheckpointError, InputError
-from hiap.models import timm as family
-from hiap.models.timm import ViT
+from hiap.errors import CheckpointError
+from hiap.models.family import Family
+from hiap.models.registry import family_named, family_of, sites
 from hiap.nn.compact import Widths
 from hiap.pruning.attach import detach, is_gated
 from hiap.pruning.count import macs, macs_of_widths
-from hiap.pruning.extract import Provenance, probe, shrink
+from hiap.pruning.extract import Provenance, note_provenance, probe, provenance_of, shrink
 from hiap.pruning.topology import Topology
 
-__all__ = ["check_savable", "digest_tensors", "load", "load_for_timm", "save"]
+__all__ = ["check_savable", "check_target", "digest_tensors", "load", "save"]
 
 FORMAT = 1
 ARCHITECTURE = "hiap_vit"  # that timm finds the model by
@@ -49,7 +48,7 @@ REQUIRED = ("skeleton", "blocks", "dense", "topology", "round_to", "macs", "logi
 Folder = str | os.PathLike[str]
 
 
-def save(compact: ViT, folder: Folder, class_names: Sequence[str] | None = None) -> None:
+def save(compact: nn.Module, folder: Folder, class_names: Sequence[str] | None = None) -> None:
     """Write a compact model to a folder, replacing a compact model that is there.
 
     Args:
@@ -62,7 +61,7 @@ def save(compact: ViT, folder: Folder, class_names: Sequence[str] | None = None)
     """
     target = Path(folder).resolve()
     check_target(target)
-    if is_gated(compact) or not isinstance(getattr(compact, "hiap", None), Provenance):
+    if is_gated(compact) or provenance_of(compact) is None:
         raise CheckpointError("only a compact model can be saved; make one with hiap.extract")
     config = _describe(compact, class_names)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in compact.state_dict().items()}
@@ -112,7 +111,7 @@ def _sort_metadata(file: Path) -> None:
         stream.write(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size))
 
 
-def check_savable(model: ViT) -> None:
+def check_savable(model: nn.Module) -> None:
     """Tell before any training whether what is extracted from a model can be saved.
 
     Args:
@@ -122,19 +121,19 @@ def check_savable(model: ViT) -> None:
         CheckpointError: with the part of the model that no recipe expresses.
         UnsupportedModelError: the model cannot be pruned at all.
     """
-    provenance = getattr(model, "hiap", None)
-    recipe = family.describe(model, provenance.recipe if isinstance(provenance, Provenance) else None)
+    family, provenance = family_of(model), provenance_of(model)
+    recipe = family.describe(model, provenance.recipe if provenance is not None else None)
     widths = [site.widths for site in family.sites(model)]
     weightless = {
-        id(tensor): torch.nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
+        id(tensor): nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
         for tensor in model.parameters()
     }
     whole = shrink(detach(copy.deepcopy(model, weightless)), widths)
     _compare(whole, shrink(family.build(recipe), widths))
-    _pretrained_cfg(model)
+    _usage(family, model)
 
 
-def load(folder: Folder, device: torch.device | str = "cpu") -> ViT:
+def load(folder: Folder, device: torch.device | str = "cpu") -> nn.Module:
     """Read a compact model, in eval mode and the dtype it was saved in.
 
     Raises:
@@ -151,55 +150,46 @@ def load(folder: Folder, device: torch.device | str = "cpu") -> ViT:
     except (AssertionError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: {CONFIG} does not describe the weights in {WEIGHTS}: {error}") from error
     numbers = (config["round_to"], config["logit_difference"], config["tolerance"])
-    model.hiap = Provenance(topology, dense, *numbers, config["skeleton"])
+    note_provenance(model, Provenance(topology, dense, *numbers, config["skeleton"]))
     if config.get("class_names"):
-        model.class_names = list(config["class_names"])
+        model.class_names = list(config["class_names"])  # type: ignore[assignment]
     if config.get("pretrained_cfg"):
-        cfg = {k: tuple(v) if isinstance(v, list) else v for k, v in config["pretrained_cfg"].items()}
-        model.pretrained_cfg = model.default_cfg = cfg
+        family_of(model).set_usage(model, config["pretrained_cfg"])
     return model.to(device).eval()
 
 
-def _pretrained_cfg(model: ViT) -> dict[str, Any]:
-    """timm's description of how the model is used, as JSON values."""
-    given: Any = getattr(model, "pretrained_cfg", None)
-    given = asdict(given) if is_dataclass(given) and not isinstance(given, type) else given
-    # Where timm would fetch the dense weights from says nothing about this folder.
-    cfg = {k: v for k, v in (given or {}).items() if k not in ("file", "source", "state_dict")}
+def _usage(family: Family, model: nn.Module) -> dict[str, Any]:
+    """How the model is used, as JSON values."""
+    usage = family.usage(model)
     try:
-        _check_cfg("model.pretrained_cfg", json.loads(json.dumps(cfg)))
+        family.check_usage("model.pretrained_cfg", json.loads(json.dumps(usage)))
     except (TypeError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"model.pretrained_cfg cannot be written as JSON: {error}") from error
-    return cfg
+    return usage
 
 
-def _check_cfg(where: str, cfg: dict[str, Any]) -> None:
-    """Refuse values of a pretrained_cfg that timm could not read."""
-    for name, value in cfg.items():
-        fits = CFG_VALUES.get(name)
-        if value is not None and fits is not None and not fits(value):
-            raise CheckpointError(f"{where} has {name} {str(value)[:40]!r}, which timm cannot read")
-
-
-def _describe(model: ViT, class_names: Sequence[str] | None) -> dict[str, Any]:
-    provenance: Provenance = model.hiap
-    cfg = _pretrained_cfg(model)
-    if class_names is not None and len(class_names) != model.num_classes:
-        raise CheckpointError(f"{len(class_names)} class names for {model.num_classes} classes")
-    names = class_names if class_names is not None else getattr(model, "class_names", None) or cfg.get("label_names")
-    if names is not None and len(names) != model.num_classes:
+def _describe(model: nn.Module, class_names: Sequence[str] | None) -> dict[str, Any]:
+    family, provenance = family_of(model), provenance_of(model)
+    assert provenance is not None
+    usage, classes = _usage(family, model), family.classes(model)
+    if class_names is not None and len(class_names) != classes:
+        raise CheckpointError(f"{len(class_names)} class names for {classes} classes")
+    names: Any = class_names
+    if names is None:
+        names = getattr(model, "class_names", None) or usage.get("label_names")
+    if names is not None and len(names) != classes:
         names = None  # those of an earlier classifier
     if names is None:
-        cfg.pop("label_names", None)
+        usage.pop("label_names", None)
     return {
         "format": FORMAT,
         "architecture": ARCHITECTURE,
-        "family": family.FAMILY,
-        "versions": {"hiap": version("hiap"), "torch": str(torch.__version__), "timm": timm.__version__},
-        "num_classes": model.num_classes,
-        "num_features": model.num_features,
+        "family": family.name,
+        "versions": {"hiap": version("hiap"), "torch": str(torch.__version__), **family.versions()},
+        "num_classes": classes,
+        **family.saved_facts(model),
         "macs": macs(model),
         "dense_macs": macs_of_widths(model, provenance.dense),
         "params": sum(p.numel() for p in model.parameters()),
@@ -207,7 +197,7 @@ def _describe(model: ViT, class_names: Sequence[str] | None) -> dict[str, Any]:
         "logit_difference": provenance.logit_difference,
         "tolerance": provenance.tolerance,
         "class_names": [str(name) for name in names] if names is not None else None,
-        "pretrained_cfg": cfg,
+        "pretrained_cfg": usage,
         "skeleton": family.describe(model, provenance.recipe),
         "blocks": [asdict(site.widths) for site in family.sites(model)],
         "dense": [asdict(widths) for widths in provenance.dense],
@@ -215,14 +205,13 @@ def _describe(model: ViT, class_names: Sequence[str] | None) -> dict[str, Any]:
     }
 
 
-def _build(config: dict[str, Any]) -> ViT:
+def _build(config: dict[str, Any]) -> nn.Module:
     """The network of a configuration, on the meta device."""
     widths, dense = _read_widths(config["blocks"]), _read_widths(config["dense"])
-    skeleton = family.build(config["skeleton"])
-    if not len(widths) == len(dense) == len(skeleton.blocks):
-        raise CheckpointError(
-            f"{len(widths)} blocks, {len(dense)} dense ones and a depth of {len(skeleton.blocks)} do not agree"
-        )
+    skeleton = family_named(config["family"]).build(config["skeleton"])
+    depth = len(sites(skeleton))
+    if not len(widths) == len(dense) == depth:
+        raise CheckpointError(f"{len(widths)} blocks, {len(dense)} dense ones and a depth of {depth} do not agree")
     for i, (one, limit) in enumerate(zip(widths, dense, strict=True)):
         if any((small or 0) > (large or 0) for small, large in zip(astuple(one), astuple(limit), strict=True)):
             raise CheckpointError(f"block {i} has {one}, more than the dense {limit}")
@@ -240,7 +229,7 @@ def _read_widths(entries: Any) -> tuple[Widths, ...]:
     return widths
 
 
-def _compare(model: ViT, rebuilt: ViT) -> None:
+def _compare(model: nn.Module, rebuilt: nn.Module) -> None:
     """Raise a CheckpointError at the first module of a compact model that its recipe does not give."""
     has, gives = dict(model.named_modules()), dict(rebuilt.named_modules())
     for name in [*has, *gives]:
@@ -257,7 +246,7 @@ def _compare(model: ViT, rebuilt: ViT) -> None:
 CHANGED = "the model has a part the recipe cannot express"
 
 
-def _in_words(module: torch.nn.Module | None) -> str:
+def _in_words(module: nn.Module | None) -> str:
     """A module without its children. Equal numbers read alike, be they integers or floats."""
     if module is None:
         return "missing"
@@ -268,7 +257,7 @@ def _in_words(module: torch.nn.Module | None) -> str:
     return f"{type(module).__name__}({words})"
 
 
-def _check_rebuild(model: ViT, config: dict[str, Any], state: dict[str, torch.Tensor]) -> None:
+def _check_rebuild(model: nn.Module, config: dict[str, Any], state: dict[str, torch.Tensor]) -> None:
     """Refuse a model that the recipe does not rebuild, as one with a classifier of somebody's own."""
     like = next(model.parameters())
     rebuilt = _build(config)
@@ -321,8 +310,10 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{file} has format {config.get('format')!r}; this version reads {FORMAT}. Update hiap to read a newer one"
         )
-    if config.get("family") != family.FAMILY:
-        raise CheckpointError(f"{file} names the family {config.get('family')!r}; this version knows {family.FAMILY!r}")
+    try:
+        family_named(config.get("family"))
+    except CheckpointError as error:
+        raise CheckpointError(f"{file} {error}") from error
     missing = [key for key in REQUIRED if key not in config]
     if missing:
         raise CheckpointError(f"{file} lacks {', '.join(missing)}; it was edited")
@@ -342,26 +333,11 @@ def _check_values(file: Path, config: dict[str, Any]) -> None:
         raise CheckpointError(f"{file}: class_names must be a list of {config['num_classes']} names, or null")
     if cfg is not None and not isinstance(cfg, dict):
         raise CheckpointError(f"{file}: pretrained_cfg must be an object")
-    _check_cfg(f"{file}: pretrained_cfg", cfg or {})
+    family_named(config["family"]).check_usage(f"{file}: pretrained_cfg", cfg or {})
 
 
 def _is_list(value: Any, *kinds: type) -> bool:
     return isinstance(value, list) and all(type(one) in kinds for one in value)
-
-
-# What timm and hiap read of a pretrained_cfg.
-CFG_VALUES: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(
-        ("input_size", "test_input_size", "min_input_size"),
-        lambda value: _is_list(value, int) and len(value) == 3 and min(value) > 0,
-    ),
-    **dict.fromkeys(("mean", "std"), lambda value: _is_list(value, int, float) and len(value) > 0),
-    **dict.fromkeys(("crop_pct", "test_crop_pct"), lambda value: type(value) in (int, float) and value > 0),
-    **dict.fromkeys(("interpolation", "crop_mode", "architecture", "tag"), lambda value: isinstance(value, str)),
-    "num_classes": lambda value: type(value) is int and value >= 0,
-    "fixed_input_size": lambda value: isinstance(value, bool),
-    "label_names": lambda value: _is_list(value, str),
-}
 
 
 def _read_weights(path: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -394,36 +370,5 @@ def digest_tensors(state: dict[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(state.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def load_for_timm(
-    pretrained_cfg: Any,
-    pretrained_cfg_overlay: Any = None,
-    cache_dir: Any = None,
-    num_classes: int | None = None,
-    img_size: int | tuple[int, int] | None = None,
-    features_only: bool = False,
-    out_indices: int | Sequence[int] = 3,
-    **unknown: Any,
-) -> torch.nn.Module:
-    """What `timm.create_model("local-dir:FOLDER")` gives back, in training mode.
-
-    `features_only` gives the feature maps of the last blocks or of `out_indices`, as for timm's own ViTs.
-    """
-    folder = (pretrained_cfg or {}).get("file") if isinstance(pretrained_cfg, dict) else None
-    if folder is None:
-        raise InputError("hiap_vit describes a saved model: create it with timm.create_model('local-dir:FOLDER')")
-    if unknown:
-        raise InputError(
-            f"hiap_vit takes num_classes, img_size, features_only and out_indices; found {', '.join(sorted(unknown))}"
-        )
-    model = load(folder)
-    if num_classes is not None and num_classes != model.num_classes:
-        model.reset_classifier(num_classes)
-        model.__dict__.pop("class_names", None)
-    if img_size is not None:
-        model.set_input_size(img_size)
-    result: torch.nn.Module = FeatureGetterNet(model, out_indices) if features_only else model
-    return result.train()

@@ -20,11 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hiap.budget.latency import PRECISIONS
 from hiap.errors import InputError
-from hiap.models import timm as family
-from hiap.models.timm import ViT
-from hiap.nn.compact import Widths
+from hiap.models.registry import family_of, sites
 from hiap.pruning.count import macs
-from hiap.pruning.extract import Provenance, shrink
+from hiap.pruning.extract import provenance_of, shrink
 from hiap.pruning.topology import Topology
 from hiap.speed.clock import Call, device_name, graphed, materialise, precision, timings
 from hiap.speed.inference import compiled, optimize
@@ -80,7 +78,7 @@ def runner(model: nn.Module, x: Tensor, mode: str) -> Call:
 
 
 def bench(
-    networks: Mapping[str, ViT],
+    networks: Mapping[str, nn.Module],
     device: torch.device,
     batches: Sequence[int] = (1, 256),
     precisions: Sequence[str] = ("fp32", "bf16"),
@@ -100,7 +98,7 @@ def bench(
             raise InputError(f"unknown {what} {wrong[0]!r}; known: {', '.join(known)}")
     if not batches or min(*batches, warmup + 1, repeat) < 1:
         raise InputError(f"batches and runs must be at least 1; found {list(batches)} and {repeat}")
-    inputs = {key: (model.patch_embed.proj.in_channels, *family.image_size(model)) for key, model in networks.items()}
+    inputs = {key: family_of(model).input_shape(model) for key, model in networks.items()}
     if len(set(inputs.values())) > 1:
         raise InputError(f"networks of different inputs cannot be compared; found {inputs}")
     if device.type != "cuda" and any("graph" in mode for mode in modes):
@@ -109,7 +107,7 @@ def bench(
     costs = {name: macs(model) for name, model in networks.items()}
     for name in precisions:
         with precision(name) as dtype, torch.no_grad():
-            cast: dict[str, ViT] = {}
+            cast: dict[str, nn.Module] = {}
             for key, model in networks.items():
                 own = copy.deepcopy(model).to(device).eval()
                 fast = optimize(own, dtype, max(batches))
@@ -202,18 +200,14 @@ def record(rows: Sequence[Row], device: torch.device, options: Mapping[str, Any]
     }
 
 
-def dense_like(model: ViT) -> ViT:
-    """The dense network a compact one came from, in timm's own modules, with random weights (speed ignores them)."""
-    provenance = getattr(model, "hiap", None)
-    if not isinstance(provenance, Provenance):
+def dense_like(model: nn.Module) -> nn.Module:
+    """The dense network a compact one came from, with random weights (speed ignores them)."""
+    provenance = provenance_of(model)
+    if provenance is None:
         raise InputError("the model is not a compact one, so there is no dense model to set it against")
-    recipe, dense = family.describe(model, provenance.recipe), provenance.dense
-    plain = Widths(dense[0].heads, dense[0].qk_dim, dense[0].qk_dim, dense[0].neurons)
-    whole = plain.heads and plain.neurons and all(one == plain for one in dense)
-    if whole:
-        ratio = family.mlp_ratio(plain.neurons or 0, model.embed_dim)
-        recipe["arguments"] |= {"num_heads": plain.heads, "mlp_ratio": ratio}
-    result = family.build(recipe)
+    family, dense = family_of(model), provenance.dense
+    result = family.build_dense(family.describe(model, provenance.recipe), dense)
+    whole = tuple(site.widths for site in sites(result)) == dense
     return materialise(result if whole else shrink(result, dense), torch.device("cpu")).eval()
 
 

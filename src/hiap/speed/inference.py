@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hiap.errors import ExtractionError, InputError
-from hiap.models import timm as family
-from hiap.models.timm import Site, ViT
+from hiap.models.family import Site
+from hiap.models.registry import family_of
 from hiap.nn.compact import Attention, Block, Widths, shrink_block
 from hiap.pruning.attach import is_gated
 from hiap.pruning.extract import TOLERANCE, check_dtype, difference, probe_images, rebuild
@@ -32,35 +32,6 @@ from hiap.pruning.topology import Topology
 from hiap.speed.clock import materialise, timings
 
 __all__ = ["Optimized", "compiled", "optimize"]
-
-
-class Stem(nn.Module):
-    """Patch embedding, prefix tokens and positions: one matrix product and one addition.
-
-    Args:
-        weight: of the patch embedding, (D, C * P * Q).
-        table: what is added to each token, (1, N, D); its first `prefix` rows are the prefix tokens themselves.
-        size, patch: height and width of an image and of a patch.
-    """
-
-    def __init__(
-        self, weight: Tensor, table: Tensor, size: tuple[int, int], patch: tuple[int, int], prefix: int
-    ) -> None:
-        super().__init__()
-        self.weight, self.table = (nn.Parameter(tensor, weight.requires_grad) for tensor in (weight, table))
-        self.size, self.patch, self.prefix = size, patch, prefix
-
-    def forward(self, x: Tensor) -> Tensor:
-        B, C, H, W = x.shape
-        if self.size != (H, W):
-            raise InputError(f"the model is optimised for images of {self.size[0]}x{self.size[1]}; found {H}x{W}")
-        P, Q = self.patch
-        h, w = H // P, W // Q
-        rows = x.new_zeros(B, self.prefix + h * w, C * P * Q)
-        x = x[..., : h * P, : w * Q]  # what does not fill a patch is not seen
-        pixels = x.reshape(B, C, h, P, w, Q).permute(0, 2, 4, 1, 3, 5)  # (B, h, w, C, P, Q)
-        rows[:, self.prefix :] = pixels.reshape(B, h * w, C * P * Q)
-        return F.linear(rows, self.weight) + self.table
 
 
 class LastBlock(nn.Module):
@@ -97,25 +68,28 @@ def _attend(attn: Attention, x: Tensor, tokens: int) -> Tensor:
 
 
 class Optimized(nn.Module):
-    """A ViT for inference at one image size: logits in eval mode are those of the model it was made from."""
+    """A ViT for inference at one image size: logits in eval mode are those of the model it was made from.
 
-    def __init__(self, model: ViT) -> None:
+    Args:
+        model: it is taken apart: what stays in it is its head, and a stem that could not be folded.
+        last: how many tokens the last block has to compute; None for all.
+    """
+
+    def __init__(self, model: nn.Module, last: int | None = None) -> None:
         super().__init__()
-        self.stem = _stem(model)
-        if self.stem is not None:
-            model.patch_embed = nn.Identity()
+        self.family = family_of(model)
+        blocks = self.family.take_blocks(model)
+        if last is not None and blocks:
+            blocks[-1] = LastBlock(cast(Block, blocks[-1]), last)
+        self.stem = self.family.fold_stem(model)
+        self.blocks = nn.ModuleList(blocks)
         self.model = model
 
     def forward(self, x: Tensor) -> Tensor:
-        model: ViT = self.model
-        if self.stem is None:
-            x = model.norm_pre(model._pos_embed(model.patch_embed(x)))
-        else:
-            x = model.norm_pre(self.stem(x))
-        for block in model.blocks:
+        x = self.family.embed(self.model, x) if self.stem is None else self.stem(x)
+        for block in self.blocks:
             x = block(x)
-        logits: Tensor = model.forward_head(model.norm(x))
-        return logits
+        return self.family.head(self.model, x)
 
 
 @torch.no_grad()
@@ -139,11 +113,12 @@ def optimize(
         UnsupportedModelError: the model is of another family.
         ExtractionError: the logits differ (relative to the largest, in float64 where the device has it).
     """
+    family = family_of(model)
     family.sites(model)
     if is_gated(model):
         raise InputError("the model has gates: extract it first")
     dtype = dtype or next(model.parameters()).dtype
-    source: ViT = copy.deepcopy(model).eval()
+    source = copy.deepcopy(model).eval()
     if next(source.parameters()).dtype.itemsize < 4:
         source = source.float()
     check = check_dtype(source)
@@ -156,9 +131,7 @@ def optimize(
         for w, wide in wanted.items()
     }
     source = rebuild(source, Topology.from_counts(source), [chosen[site.widths] for site in sites])
-    if last_block and source.global_pool == "token":
-        source.blocks[-1] = LastBlock(source.blocks[-1], source.num_prefix_tokens)
-    fast = Optimized(source).eval()
+    fast = Optimized(source, family.tokens_read(source) if last_block else None).eval()
     measured = difference([expected], [copy.deepcopy(fast).to(check)(x)])
     if not measured <= TOLERANCE[check]:
         raise ExtractionError(f"the optimised network does not reproduce its model: they differ by {measured:.3g}")
@@ -176,28 +149,13 @@ def _square(site: Site) -> Widths:
 def _gains(sites: list[Site], now: Widths, wide: Widths, batch: int, tokens: int, dtype: torch.dtype) -> bool:
     """Whether attention of the wider heads is faster, by the clock, on the device of the model."""
     site = next(site for site in sites if site.widths == now)
-    device = next(site.block.parameters()).device
+    device = next(site.module.parameters()).device
     batch = batch if device.type == "cuda" else min(batch, 4)
     x = torch.randn(batch, tokens, site.dim, device=device, dtype=dtype)
-    forms: list[ViT] = [
-        materialise(shrink_block(copy.deepcopy(site.block), site.dim, w), device).to(dtype).eval() for w in (now, wide)
-    ]
-    first, second = timings([functools.partial(form.attn, x) for form in forms], device, 3, 10)
+    forms = [cast(nn.Module, shrink_block(copy.deepcopy(site.block), site.dim, widths).attn) for widths in (now, wide)]
+    forms = [materialise(form, device).to(dtype).eval() for form in forms]
+    first, second = timings([functools.partial(form, x) for form in forms], device, 3, 10)
     return min(second) < 0.98 * min(first)
-
-
-def _stem(model: ViT) -> Stem | None:
-    """The stem of a model with a plain patch embedding and fixed positions, else None."""
-    embed = model.patch_embed
-    if model.dynamic_img_size or embed.dynamic_img_pad or not isinstance(embed.norm, nn.Identity):
-        return None
-    proj, (rows, columns) = embed.proj, embed.grid_size
-    zero = proj.weight.new_zeros(1, *((rows * columns,) if embed.flatten else (rows, columns)), model.embed_dim)
-    table = model._pos_embed(zero).clone()
-    if proj.bias is not None:
-        table[:, model.num_prefix_tokens :] += proj.bias
-    sizes = (family.image_size(model), tuple(proj.kernel_size))
-    return Stem(proj.weight.flatten(1), table, *sizes, model.num_prefix_tokens)
 
 
 def compiled(model: nn.Module) -> nn.Module:

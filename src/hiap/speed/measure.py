@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from hiap.budget.latency import AXES, MODES, PRECISIONS, UNITS, LatencyError, LatencyTable
-from hiap.models import timm as family
-from hiap.models.timm import ViT
+from hiap.models.registry import family_of
 from hiap.nn.compact import Widths, shrink_block
 from hiap.pruning.attach import is_gated
 from hiap.speed.clock import Call, device_name, graphed, materialise, precision, timings
@@ -61,6 +60,7 @@ def measure(
     if batch < 1:
         raise LatencyError(f"batch must be at least 1; found {batch}")
     clock = _clock(unit, device, mode)
+    family = family_of(model)
     sites = family.sites(model)
     if is_gated(model):
         raise LatencyError("the model has gates: measure it without (hiap.detach, or a model made anew)")
@@ -129,8 +129,8 @@ def network_cost(
 ) -> float:
     """A forward of a whole network on the clock that tables of a mode and a unit are made with."""
     clock = _clock(unit, device, mode)
-    net: ViT = copy.deepcopy(model).to(device).eval()
-    shape = (batch, net.patch_embed.proj.in_channels, *family.image_size(net))
+    net = copy.deepcopy(model).to(device).eval()
+    shape = (batch, *family_of(net).input_shape(net))
     x = torch.randn(shape, device=device, dtype=dtype)
     run: nn.Module = net
     if mode == "compile":
@@ -164,10 +164,10 @@ def _steps(most: int, parts: int, multiple: int) -> list[int]:
     return sorted({min(multiple, most), most, *(n for n in every if 0 < n < most)})
 
 
-def _hollow(model: nn.Module) -> ViT:
+def _hollow(model: nn.Module) -> nn.Module:
     """The model without its blocks."""
-    net: ViT = copy.deepcopy(model)
-    net.blocks = nn.Sequential()
+    net = copy.deepcopy(model)
+    family_of(net).take_blocks(net)
     return net
 
 

@@ -33,8 +33,7 @@ from hiap.budget.cost import Cost, MacCost
 from hiap.budget.latency import LatencyCost
 from hiap.data.sources import Data, mix_seed
 from hiap.errors import CheckpointError, HiapError
-from hiap.models import timm as family
-from hiap.models.timm import ViT
+from hiap.models.registry import family_of, sites
 from hiap.nn.compact import Widths
 from hiap.pruning.align import align_heads
 from hiap.pruning.attach import attach, gates, is_gated, parameter_groups, set_gates
@@ -82,8 +81,8 @@ WARMUP = 0.05  # share of the epochs, by default
 class Result:
     """What a run gives back: the compact model, the dense one it began with, where it is saved, and the record."""
 
-    model: ViT
-    dense: ViT
+    model: nn.Module
+    dense: nn.Module
     folder: Path
     record: dict[str, Any]
     main: bool
@@ -95,7 +94,7 @@ def prune(
     *,
     resume: bool = False,
     data: Data | tuple[Any, Any] | None = None,
-    cost: Callable[[ViT], Cost] | None = None,
+    cost: Callable[[nn.Module], Cost] | None = None,
     model: nn.Module | None = None,
 ) -> Result:
     """Run the whole phase and save the compact model in `out/compact`.
@@ -104,7 +103,7 @@ def prune(
         data: batches of one's own, instead of what `config.data` names: a pair of loaders of torch (training,
             validation), or an object like `hiap.Data`.
         cost: makes a cost of one's own from the gated model; `config.target` is then a share of its dense value.
-        model: a trained timm ViT of one's own, instead of what `config.model` and `config.weights` name. It is not
+        model: a trained timm nn.Module of one's own, instead of what `config.model` and `config.weights` name. It is not
             changed.
 
     Raises:
@@ -130,7 +129,7 @@ class Run:
         out: str | Path,
         resume: bool = False,
         data: Data | tuple[Any, Any] | None = None,
-        cost: Callable[[ViT], Cost] | None = None,
+        cost: Callable[[nn.Module], Cost] | None = None,
         model: nn.Module | None = None,
     ) -> None:
         config.check()
@@ -265,7 +264,8 @@ class Run:
         self.raw = extract(big, topology, self.config.round_to)
         self.stage = "recover"
         self._prepare()
-        cuts = slices(topology, topology.widths(self.config.round_to))
+        names = [site.name for site in sites(big)]
+        cuts = slices(names, topology, topology.widths(self.config.round_to))
         carry_optimizer(old_optimizer, big, self.optimizer, self.raw, cuts)
         if self.average is not None and average is not None:
             self.average.module.load_state_dict(average.state_dict())
@@ -428,7 +428,7 @@ class Run:
     def _widths(self) -> list[Widths]:
         """The padded widths of the present network, gates hardened."""
         if not is_gated(self.raw):
-            return [site.widths for site in family.sites(self.raw)]
+            return [site.widths for site in sites(self.raw)]
         return harden(self.raw).widths(self.config.round_to)
 
     def _mean(self, tensor: Tensor) -> Tensor:
@@ -447,12 +447,12 @@ class Run:
     def _terms(self, model: nn.Module, x: Tensor, target: Tensor) -> dict[str, Tensor]:
         """The loss of a batch, term by term."""
         config, teacher = self.config, self.teacher if self.stage != "dense" else None
-        blocks = watched_blocks(len(self.dense.blocks)) if teacher and config.features_weight else ()
-        with self.accelerator.autocast(), watch_blocks(self.accelerator.unwrap_model(model), blocks) as features:
+        blocks = watched_blocks(len(self.parts.sites)) if teacher and config.features_weight else ()
+        with self.accelerator.autocast(), watch_blocks(self._blocks(self.accelerator.unwrap_model(model), blocks)) as features:
             logits = model(x).float()
         terms = {"task": task_loss(logits, target, config.smoothing)}
         if teacher is not None:
-            with self.accelerator.autocast(), watch_blocks(teacher.network, blocks) as goals:
+            with self.accelerator.autocast(), watch_blocks([teacher.blocks[i] for i in blocks]) as goals:
                 told = teacher(x)
             terms["distill"] = distillation(logits, told, config.distill_temperature)
             if blocks:
@@ -771,13 +771,13 @@ class Run:
             self.accelerator.end_training()
         return Result(model, self.start.to(self.device), self.out / "compact", self.record, self.main)
 
-    def _timed(self, model: ViT, cost: LatencyCost) -> dict[str, Any]:
+    def _timed(self, model: nn.Module, cost: LatencyCost) -> dict[str, Any]:
         """What the table predicts, and what the clock says where this is the device of the table."""
         table = cost.table
         found: dict[str, Any] = {
             "unit": table.unit,
             "dense_predicted": cost.outside + cost.dense,
-            "predicted": cost.of_widths(model, [site.widths for site in family.sites(model)]),
+            "predicted": cost.of_widths(model, [site.widths for site in sites(model)]),
         }
         if self.main and table.device == device_name(self.device):
             try:
@@ -810,7 +810,7 @@ class Run:
             ) from error
 
 
-def _faster_classifier(model: ViT, groups: list[dict[str, Any]], lr: float) -> list[dict[str, Any]]:
+def _faster_classifier(model: nn.Module, groups: list[dict[str, Any]], lr: float) -> list[dict[str, Any]]:
     """Groups of parameters in which those of the classifier have a learning rate of their own."""
     found = model.get_classifier()
     own = {id(p) for one in (found if isinstance(found, tuple) else (found,)) for p in one.parameters()}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hiap.budget.cost import Cost
 from hiap.errors import UnsupportedModelError
+from hiap.models.registry import sites
 from hiap.pruning.attach import gates_by_block
 from hiap.pruning.count import expected_counts
 from hiap.speed.inference import Optimized, optimize
@@ -53,11 +54,10 @@ def watched_blocks(depth: int) -> tuple[int, ...]:
 
 
 @contextmanager
-def watch_blocks(model: nn.Module, blocks: Sequence[int]) -> Iterator[list[Tensor]]:
+def watch_blocks(blocks: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
     """Collect what these blocks of a ViT send on in a forward pass, in their order. Each (B, N, D)"""
     found: list[Tensor] = []
-    chosen = [model.get_submodule(f"blocks.{i}") for i in blocks]
-    hooks = [block.register_forward_hook(lambda _block, _args, output: found.append(output)) for block in chosen]
+    hooks = [block.register_forward_hook(lambda _block, _args, output: found.append(output)) for block in blocks]
     try:
         yield found
     finally:
@@ -135,9 +135,9 @@ class Teacher:
         self.size = size
 
     @property
-    def network(self) -> nn.Module:
-        """What computes the logits."""
-        return self.model if self.fast is None else self.fast.model
+    def blocks(self) -> list[nn.Module]:
+        """The blocks of a ViT, in their order, as a forward goes through them."""
+        return [site.module for site in sites(self.model)] if self.fast is None else list(self.fast.blocks)
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:

@@ -9,9 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import timm
 import torch
-from timm.data import resolve_data_config
 from torch import nn
 
 from hiap.budget.controller import Controller, Floors
@@ -20,9 +18,9 @@ from hiap.budget.latency import UNITS, LatencyCost
 from hiap.budget.target import Target
 from hiap.data.images import Loading
 from hiap.data.sources import Augmentation, ByteData, Data, LoaderData, check_source, open_data
-from hiap.models import timm as family
-from hiap.models.timm import ViT
-from hiap.models.weights import load_weights, read_weights, short_reason, trained_model
+from hiap.models.registry import family_of, sites
+from hiap.models.timm import preprocessing_of
+from hiap.models.weights import teacher_model, trained_model
 from hiap.pruning.attach import attach, check_finite, gates
 from hiap.pruning.count import macs
 from hiap.pruning.saving import check_savable
@@ -53,7 +51,7 @@ LEAST = 16  # images of a batch, by default
 Normalisation = tuple[tuple[float, ...], tuple[float, ...]]  # mean and std, a value a channel
 
 
-def fit_classifier(config: Config, model: ViT, name: str, trained: bool, classes: int) -> bool:
+def fit_classifier(config: Config, model: nn.Module, name: str, trained: bool, classes: int) -> bool:
     """Give the model as many classes as the data has. Returns whether its classifier is new.
 
     Args:
@@ -63,15 +61,17 @@ def fit_classifier(config: Config, model: ViT, name: str, trained: bool, classes
     Raises:
         ConfigError: it would have to teach itself with a new, random classifier.
     """
-    if model.num_classes == classes:
+    family = family_of(model)
+    own = family.classes(model)
+    if own == classes:
         return False
     if trained and config.dense_epochs == 0 and config.teacher == "self" and config.taught:
         raise ConfigError(
-            f"the weights of {name} are for {model.num_classes or 'no'} classes, the data has {classes}: with "
+            f"the weights of {name} are for {own or 'no'} classes, the data has {classes}: with "
             "a new classifier the dense model has nothing to teach. Pass --weights FILE of one trained on this data, "
             "--dense-epochs N to fine-tune it first, or --teacher none"
         )
-    model.reset_classifier(classes)
+    family.set_classes(model, classes)
     return True
 
 
@@ -83,20 +83,7 @@ def other_teacher(config: Config, classes: int, channels: int) -> nn.Module | No
     """
     if config.teacher == "self" or not config.taught:
         return None
-    given = config.teacher_weights
-    try:
-        model: nn.Module = timm.create_model(
-            config.teacher, pretrained=given is None, **({"num_classes": classes} if given else {})
-        )
-    except Exception as error:
-        raise ConfigError(
-            f"the teacher {config.teacher} cannot be had ({short_reason(error)}). Pass --teacher-weights FILE, or "
-            "--teacher self"
-        ) from error
-    if given is not None:
-        what = f"teacher {config.teacher} with the {classes} classes of the data"
-        load_weights(model, read_weights(given), given, config.teacher, what)
-    own = getattr(model, "num_classes", None), resolve_data_config({}, model=model)["input_size"][0]
+    model, own = teacher_model(config.teacher, config.teacher_weights, classes)
     if own != (classes, channels):
         raise ConfigError(
             f"the teacher {config.teacher} has {own[0]} classes and {own[1]} channels, the data {classes} and "
@@ -105,7 +92,7 @@ def other_teacher(config: Config, classes: int, channels: int) -> nn.Module | No
     return model
 
 
-def make_teacher(config: Config, dense: ViT, norm: Normalisation, other: nn.Module | None) -> Teacher | None:
+def make_teacher(config: Config, dense: nn.Module, norm: Normalisation, other: nn.Module | None) -> Teacher | None:
     """The teacher of a run, if it has one: the other model, else the dense one as it is now."""
     if not config.taught:
         return None
@@ -113,47 +100,52 @@ def make_teacher(config: Config, dense: ViT, norm: Normalisation, other: nn.Modu
     dtype = torch.bfloat16 if config.precision == "bf16" else None
     if other is None:
         return Teacher(copy.deepcopy(dense), norm, norm, None, device, dtype, watched=config.features_weight > 0)
-    found = resolve_data_config({}, model=other)
-    own = tuple(found["mean"]), tuple(found["std"])
-    return Teacher(other, norm, own, found["input_size"][1:], device, dtype)
+    found = preprocessing_of(other)
+    return Teacher(other, norm, (found.mean, found.std), found.size, device, dtype)
 
 
-def normalisation(config: Config, model: ViT) -> Normalisation:
+def normalisation(config: Config, model: nn.Module) -> Normalisation:
     """Mean and std of the input: the configuration's, else the model's own."""
-    channels, own = model.patch_embed.proj.in_channels, resolve_data_config({}, model=model)
-    for name in ("mean", "std"):
-        if len(set(own[name])) == 1:  # the same for every channel, however many there are
-            own[name] = own[name][:1] * channels
-    mean, std = config.mean or own["mean"], config.std or own["std"]
+    family = family_of(model)
+    channels, own = family.input_shape(model)[0], family.preprocessing(model)
+    found = []
+    for given, usual in ((config.mean, own.mean), (config.std, own.std)):
+        same = len(set(usual)) == 1  # the same for every channel, however many there are
+        found.append(tuple(given or (usual[:1] * channels if same else usual)))
+    mean, std = found
     if len(mean) != channels or len(std) != channels:
         raise ConfigError(
             f"mean and std must have {channels} values, one a channel; found {list(mean)} and {list(std)}"
         )
-    return tuple(mean), tuple(std)
+    return mean, std
 
 
-def note_preprocessing(model: ViT, norm: Normalisation, data: Data) -> None:
+def note_preprocessing(model: nn.Module, norm: Normalisation, data: Data) -> None:
     """Let the model itself say what it is trained on, for whoever loads it: size, normalisation, crop and classes."""
-    size = (model.patch_embed.proj.in_channels, *family.image_size(model))
-    own = {"input_size": size, "mean": norm[0], "std": norm[1], "num_classes": model.num_classes}
+    family = family_of(model)
+    size, classes = family.input_shape(model), family.classes(model)
+    own: dict[str, Any] = {"input_size": size, "mean": norm[0], "std": norm[1], "num_classes": classes}
     if isinstance(data, ByteData):  # holds whole images, of one size
         own |= {"crop_pct": 1.0, "crop_mode": "squash"}
-    model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, **own}
+    family.set_usage(model, {**family.usage(model), **own})
 
 
-def load_data(config: Config, model: ViT, device: torch.device) -> Data:
+def load_data(config: Config, model: nn.Module, device: torch.device) -> Data:
     """What `config.data` names, as the model sees it: its size, normalisation, interpolation and crop."""
-    own = resolve_data_config({}, model=model)
+    family = family_of(model)
+    own, (channels, *size) = family.preprocessing(model), family.input_shape(model)
     loading = Loading(
-        size=family.image_size(model),
+        size=(size[0], size[1]),
         normalisation=normalisation(config, model),
         augmentation=Augmentation(config.crop, config.flip, config.policy, config.erase),
         device=torch.device("cpu") if config.data_device == "cpu" and config.data != "digits" else device,
         seed=config.seed,
         workers=config.workers,
         strict=config.strict_data,
-        channels=model.patch_embed.proj.in_channels,
-        **{name: own[name] for name in ("interpolation", "crop_pct", "crop_mode")},
+        channels=channels,
+        interpolation=own.interpolation,
+        crop_pct=own.crop_pct,
+        crop_mode=own.crop_mode,
     )
     return open_data(
         config.data,
@@ -200,7 +192,7 @@ def check_parts(config: Config, processes: int = 1) -> None:
         )
 
 
-def make_cost(model: ViT, config: Config) -> Cost:
+def make_cost(model: nn.Module, config: Config) -> Cost:
     """The cost a configuration's target or penalties are about."""
     target = Target.parse(config.target) if config.target else None
     if target is None:
@@ -225,10 +217,10 @@ def make_schedule(config: Config, steps: int) -> Schedule:
     )
 
 
-def make_controller(model: ViT, config: Config, cost: Cost, steps: int) -> Controller:
+def make_controller(model: nn.Module, config: Config, cost: Cost, steps: int) -> Controller:
     """The controller of a configuration's target."""
     assert config.target is not None
-    dense = cost.of_widths(model, [site.widths for site in family.sites(model)])
+    dense = cost.of_widths(model, [site.widths for site in sites(model)])
     floors = Floors(config.min_heads, config.min_value_dims, config.min_neurons)
     window = max(10, round(config.gate_window * steps))
     ratio = (config.ratio[0], config.ratio[1])
@@ -240,7 +232,7 @@ def _epochs(count: int) -> str:
     return f"{count} epoch{'s' if count > 1 else ''}"
 
 
-def dense_model(config: Config) -> ViT:
+def dense_model(config: Config) -> nn.Module:
     """The model of a configuration with its weights; its own number of classes, 0 where they hold no classifier.
 
     Raises:
@@ -298,18 +290,18 @@ class Setup:
         config: Config,
         device: torch.device,
         data: Data | tuple[Any, Any] | None = None,
-        cost: Callable[[ViT], Cost] | None = None,
+        cost: Callable[[nn.Module], Cost] | None = None,
         model: nn.Module | None = None,
         processes: int = 1,
     ) -> None:
         config.check()
         if data is None:
             check_source(config.data, config.val_split)
-        dense: ViT = dense_model(config) if model is None else copy.deepcopy(model).cpu()
+        dense = dense_model(config) if model is None else copy.deepcopy(model).cpu()
         self.model = dense
         self.name = config.model if model is None else type(model).__name__
         self.trained = config.trained or model is not None
-        sites = family.sites(self.model)
+        self.sites = sites(self.model)
         check_finite(self.model)
         self.norm = normalisation(config, self.model)
         given = None if data is None else as_data(data, config, device, processes)
@@ -325,10 +317,10 @@ class Setup:
         self.schedule = make_schedule(config, config.epochs * self.per_epoch)
         self.lr = config.lr or pruning_rate(config.batch_size, self.schedule.total * config.batch_size)
         self.dense_lr = config.dense_lr or dense_rate(config.batch_size, self.trained)
-        self.other_teacher = other_teacher(config, self.data.classes, dense.patch_embed.proj.in_channels)
+        self.other_teacher = other_teacher(config, self.data.classes, family_of(dense).input_shape(dense)[0])
         self.make_cost = cost or (lambda gated: make_cost(gated, config))
         self.dense_macs = macs(self.model)
-        self.kinds = config.gate_kinds(any(site.qk_norm for site in sites))
+        self.kinds = config.gate_kinds(any(site.qk_norm for site in self.sites))
         gated = attach(copy.deepcopy(self.model), self.kinds, config.keep_blocks)
         self.gates = sum(gate.logit.numel() for gate in gates(gated))
         self.controller = self.control(gated) if config.target else None
@@ -340,7 +332,7 @@ class Setup:
         needed = self.new_classifier and config.teacher == "self" and config.taught
         return math.ceil(config.epochs / 3) if needed else 0
 
-    def control(self, gated: ViT) -> Controller:
+    def control(self, gated: nn.Module) -> Controller:
         """The controller of the target for a gated model."""
         return make_controller(gated, self.config, self.make_cost(gated), self.schedule.total)
 
@@ -368,7 +360,7 @@ class Setup:
         config, data = self.config, self.data
         name = self.name if len(self.name) <= 40 else f"{self.name[:37]}..."
         lines = [
-            f"model    {name}: {in_words(self.dense_macs)} MACs, {len(self.model.blocks)} blocks",
+            f"model    {name}: {in_words(self.dense_macs)} MACs, {len(self.sites)} blocks",
             f"data     {data.train_size} training and {data.val_size} validation images, {data.classes} classes",
             f"gates    {self.gates} ({', '.join(self.kinds)})",
         ]

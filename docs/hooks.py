@@ -1,7 +1,7 @@
 """Pages that mkdocs builds from the sources, so that they cannot go out of date.
 
-`options.md` comes from the fields of the configuration, `commands.md` from the parsers of the command line and
-`changelog.md` from CHANGELOG.md. Links to files of the repository that are no pages become plain text in the site.
+`options.md` and `commands.md` come from the configuration and the parsers of the command line, `changelog.md` from
+CHANGELOG.md. Links to files of the repository that are no pages become plain text in the site.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+import hiap
 from hiap.cli.main import _parser
-from hiap.training.config import CHOICES, FIRST, GROUPS, Config, help_of, recipes
+from hiap.training.config import recipes
 
 DOCS = Path(__file__).resolve().parent
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
@@ -49,39 +50,58 @@ command ends with status 0, with 1 after an error (one line says what to do), or
 """
 
 
-def command_line() -> argparse.ArgumentParser:
-    """The parser of the whole command line, every option in its help."""
-    return _parser(every_option=True)
+def command_line(every_option: bool = True) -> argparse.ArgumentParser:
+    """The parser of the whole command line.
+
+    Args:
+        every_option: its help has all options, not only those that most people need.
+    """
+    return _parser(every_option)
 
 
-def parsers() -> dict[str, argparse.ArgumentParser]:
+def parsers(every_option: bool = True) -> dict[str, argparse.ArgumentParser]:
     """The parser of each command, by its name."""
-    for action in command_line()._actions:
+    for action in command_line(every_option)._actions:
         if isinstance(action, argparse._SubParsersAction):
             return dict(action.choices)
     raise LookupError("the command line has no commands")
 
 
+def option_names() -> list[str]:
+    """The options of a run."""
+    return [field.name for field in dataclasses.fields(hiap.Config)]
+
+
 def options_page() -> str:
     """All options of a run, in groups, with defaults, choices and help."""
-    defaults = {field.name: getattr(Config(), field.name) for field in dataclasses.fields(Config)}
-    first = ", ".join(f"[`{_flag(name)}`](#{name.replace('_', '-')})" for name in FIRST)
+    names, defaults = option_names(), hiap.Config()
+    usual = [a.dest for a in parsers(every_option=False)["prune"]._actions if a.help != argparse.SUPPRESS]
+    first = ", ".join(f"[`{_flag(name)}`](#{_flag(name)[2:]})" for name in names if name in usual)
     page = [OPTIONS.format(first=first, recipes=", ".join(f"`{name}`" for name in recipes()))]
-    for name, kind, text in help_of():
-        if name in GROUPS:
-            group = GROUPS[name]
-            page += [*([END] if len(page) > 1 else []), f"\n## {group[0].upper()}{group[1:]}\n\n{TABLE}"]
-        off = f" or `--no-{name.replace('_', '-')}`" if bool in (kind, *getattr(kind, "__args__", ())) else ""
-        choices = f" One of {', '.join(f'`{word}`' for word in CHOICES[name])}." if name in CHOICES else ""
-        default = IN_WORDS.get(name) or _default(defaults[name])
-        mark = f"{{ #{name.replace('_', '-')} }}"
-        page.append(f"| `{_flag(name)}`{mark}{off} | {default} | {_sentence(text)}{choices} |")
-    return "\n".join([*page, END]) + "\n"
+    for group in parsers()["prune"]._action_groups:
+        rows = [
+            _option(action, getattr(defaults, action.dest)) for action in group._group_actions if action.dest in names
+        ]
+        if rows:
+            title = str(group.title)
+            about = f"{group.description}\n\n" if group.description else ""
+            page.append(f"\n## {title[0].upper()}{title[1:]}\n\n{about}{TABLE}\n" + "\n".join(rows) + f"\n{END}")
+    return "\n".join(page) + "\n"
+
+
+def _option(action: argparse.Action, default: Any) -> str:
+    """The row of an option; its first spelling is what links lead to."""
+    first, *others = action.option_strings
+    names = " or ".join([f"`{first}`{{ #{first[2:]} }}", *(f"`{other}`" for other in others)])
+    text = (action.help or "").replace("%%", "%").removesuffix(f" (default {default})")
+    words = str(action.metavar or "")
+    choices = f" One of {', '.join(f'`{word}`' for word in words[1:-1].split(','))}." if words.startswith("{") else ""
+    return f"| {names} | {IN_WORDS.get(action.dest) or _default(default)} | {_sentence(text)}{choices} |"
 
 
 def commands_page() -> str:
     """Every command with its own options and its examples."""
-    shared = {_flag(name) for name, _, _ in help_of()}
+    shared = {_flag(name) for name in option_names()}
     page = [COMMANDS]
     for name, parser in parsers().items():
         page.append(f"\n## hiap {name}\n\n{parser.description}\n")

@@ -76,7 +76,7 @@ def options_page() -> str:
     """All options of a run, in groups, with defaults, choices and help."""
     names, defaults = option_names(), hiap.Config()
     usual = [a.dest for a in parsers(every_option=False)["prune"]._actions if a.help != argparse.SUPPRESS]
-    first = ", ".join(f"[`{_flag(name)}`](#{_flag(name)[2:]})" for name in names if name in usual)
+    first = ", ".join(f"[`{_flag(name)}`](#option-{_flag(name)[2:]})" for name in names if name in usual)
     page = [OPTIONS.format(first=first, recipes=", ".join(f"`{name}`" for name in recipes()))]
     for group in parsers()["prune"]._action_groups:
         rows = [
@@ -92,7 +92,7 @@ def options_page() -> str:
 def _option(action: argparse.Action, default: Any) -> str:
     """The row of an option; its first spelling is what links lead to."""
     first, *others = action.option_strings
-    names = " or ".join([f"`{first}`{{ #{first[2:]} }}", *(f"`{other}`" for other in others)])
+    names = " or ".join([f"`{first}`{{ #option-{first[2:]} }}", *(f"`{other}`" for other in others)])
     text = (action.help or "").replace("%%", "%").removesuffix(f" (default {default})")
     words = str(action.metavar or "")
     choices = f" One of {', '.join(f'`{word}`' for word in words[1:-1].split(','))}." if words.startswith("{") else ""

@@ -31,7 +31,7 @@ def kill_at_step(stage: str, step: int, how: str, rank: int | None) -> None:
     train_step, number = Run.train_step, signal.Signals[how.removesuffix("+")]
 
     def step_and_kill(self: Run, *batch: torch.Tensor) -> dict[str, torch.Tensor]:
-        if (self.stage, self.step) == (stage, step) and rank in (None, self.rank):
+        if (self.phase.name, self.phase.step) == (stage, step) and rank in (None, self.context.rank):
             if how.endswith("+"):  # the whole group, loader workers too, by another process
                 subprocess.run(["kill", f"-{number}", "--", f"-{os.getpgid(0)}"])
             else:

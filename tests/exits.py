@@ -23,7 +23,7 @@ def fault(name: str) -> None:
     train_step, save_file = Run.train_step, safetensors.torch.save_file
 
     def step(self: Run, *batch: torch.Tensor) -> dict[str, torch.Tensor]:
-        if self.step != STEP or name in ("disk", "worker"):
+        if self.phase.step != STEP or name in ("disk", "worker"):
             return train_step(self, *batch)
         happen()
         if name == "memory":

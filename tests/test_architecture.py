@@ -9,6 +9,7 @@ import hiap
 SOURCE = Path(hiap.__file__).parent
 ROOMS = ("nn", "models", "pruning", "budget", "speed", "data", "training", "cli")  # from the ground up
 GROUND = ("errors", "atomic")  # files that every room may import
+RESOURCES = ("configs", "topologies")  # folders without code
 ROOF = ("__init__", "__main__", "registration")  # and those that no room may
 LONGEST = 400  # lines of a module, unless its docstring gives a reason
 
@@ -41,7 +42,8 @@ def level(module: str) -> int:
 
 
 def test_a_listing_shows_the_rooms() -> None:
-    assert {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"} == set(ROOMS)
+    folders = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders == {*ROOMS, *RESOURCES}
     assert {path.stem for path in SOURCE.glob("*.py")} == {*GROUND, *ROOF}
 
 

@@ -157,9 +157,9 @@ def test_gated_models_are_refused() -> None:
 )
 def test_a_run_turns_what_has_gates(given: dict[str, object], turned: str, tmp_path: Path) -> None:
     run = Run(tiny(batch_size=16, **given), tmp_path, data=noise_data(size=8))
-    before = run.dense.blocks[0].attn.qkv.weight.clone().chunk(3)
+    before = run.parts.model.blocks[0].attn.qkv.weight.clone().chunk(3)
     run.begin()
-    after = run.raw.blocks[0].attn.qkv.weight.chunk(3)
+    after = run.phase.network.blocks[0].attn.qkv.weight.chunk(3)
     assert "".join(n for n, a, b in zip("qkv", before, after, strict=True) if not torch.equal(a, b)) == turned
     run.folder.close()
 

@@ -9,6 +9,7 @@ import hiap
 from conftest import images, make
 from hiap.pruning.attach import noise_source
 from hiap.speed.bench import WAYS, bench
+from hiap.speed.clock import device_name
 from test_gates import ALL, scatter_logits
 
 DEVICE = torch.device("cuda")
@@ -56,7 +57,7 @@ def test_networks_are_timed_in_every_mode() -> None:
 def test_a_table_is_measured_and_judges_a_run(mode: str, tmp_path) -> None:
     model = make(embed_dim=64, num_heads=4).float().to(DEVICE)
     table = hiap.measure(model, DEVICE, "bf16", 8, mode=mode)
-    cost = hiap.LatencyCost(model, table, hiap.timing.device_name(DEVICE), "bf16")
+    cost = hiap.LatencyCost(model, table, device_name(DEVICE), "bf16")
     assert 0.5 < (cost.outside + cost.dense) / table.dense < 2
     table.save(tmp_path / "table.json")
     assert hiap.LatencyTable.load(tmp_path / "table.json") == table

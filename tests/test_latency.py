@@ -20,6 +20,7 @@ from hiap.cli.main import main
 from hiap.models.registry import sites
 from hiap.nn.compact import Widths
 from hiap.pruning.attach import gates_by_block
+from hiap.speed.clock import device_name
 from hiap.speed.measure import measure, network_cost
 from hiap.training.config import ConfigError, read_config
 from hiap.training.loop import prune
@@ -266,7 +267,7 @@ def test_a_run_with_a_latency_target(tmp_path: Path, capsys: pytest.CaptureFixtu
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["cost"] == pytest.approx(record["predicted"])
     assert "-> 1.6x" in capsys.readouterr().out
-    own = replace(table, device=hiap.timing.device_name(CPU), precision="fp32", batch=2)
+    own = replace(table, device=device_name(CPU), precision="fp32", batch=2)
     own.save(tmp_path / "t.json")
     again = prune(read_config("digits", given), tmp_path / "own")
     assert again.record["measured"] > 0
@@ -292,7 +293,7 @@ def test_targets_and_costs_that_do_not_go_together(tmp_path: Path) -> None:
 
 
 def test_a_clock_that_fails_loses_nothing(tmp_path: Path) -> None:
-    here = hiap.timing.device_name(CPU)
+    here = device_name(CPU)
     synthetic(dim=16, tokens=5, mode="compile", device=here).save(tmp_path / "t.json")
     given = {"model_args": SHAPE, "dense_epochs": 0, "epochs": 1, "target": "1.6x", "cost": str(tmp_path / "t.json")}
     config = read_config("digits", given)
@@ -319,7 +320,7 @@ def test_measuring(tmp_path: Path) -> None:
     table.check()
     assert table.heads == [1, 2, 3, 4] and table.qk_dim == [8] and table.neurons[0] == 8 and table.neurons[-1] == 128
     assert (table.mode, table.dim, table.tokens) == ("eager", 32, 17)
-    cost = LatencyCost(model, table, hiap.timing.device_name(CPU), "fp32")
+    cost = LatencyCost(model, table, device_name(CPU), "fp32")
     assert 0.2 < (cost.outside + cost.dense) / table.dense < 5  # no clock is trusted here; benchmarks/latency.py is
     assert network_cost(model, CPU, torch.float32, 2, "eager") > 0
     for mode in ("graph", "compile"):

@@ -35,9 +35,9 @@ def test_what_is_optimised() -> None:
     fast = hiap.optimize(make("deit_distilled"))
     assert isinstance(fast.stem, Stem) and fast.blocks[-1].tokens == 2
     assert hiap.optimize(make("dynamic_size")).stem is None  # positions depend on the input
-    assert hiap.optimize(make("siglip_gap")).model.blocks[-1].__class__.__name__ == "Block"  # all tokens are read
+    assert hiap.optimize(make("siglip_gap")).blocks[-1].__class__.__name__ == "Block"  # all tokens are read
     plain = hiap.optimize(make(), last_block=False)
-    assert plain.model.blocks[-1].__class__.__name__ == "Block"
+    assert plain.blocks[-1].__class__.__name__ == "Block"
 
 
 def test_heads_are_padded_on_request() -> None:
@@ -46,7 +46,7 @@ def test_heads_are_padded_on_request() -> None:
     widths = [
         [
             (block.attn.qk_dim, block.attn.value_dim)
-            for block in hiap.optimize(compact, pad=pad, last_block=False).model.blocks
+            for block in hiap.optimize(compact, pad=pad, last_block=False).blocks
         ]
         for pad in (True, False)
     ]
@@ -58,9 +58,9 @@ def test_the_faster_form_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     compact = hiap.extract(model, hiap.Topology.from_counts(model, value_dims=[4] * 3), round_to=1)
     for second, width in ((0.5, 8), (2.0, 4)):
         monkeypatch.setattr(
-            sys.modules["hiap.inference"], "timings", lambda runs, *rest, second=second: [[1.0], [second]]
+            sys.modules["hiap.speed.inference"], "timings", lambda runs, *rest, second=second: [[1.0], [second]]
         )
-        assert hiap.optimize(compact, last_block=False).model.blocks[0].attn.value_dim == width
+        assert hiap.optimize(compact, last_block=False).blocks[0].attn.value_dim == width
     monkeypatch.undo()
     assert close(hiap.optimize(compact)(images(model)), compact(images(model)))
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from hiap.training.phase import Phase
 from safetensors.torch import load_file, save_file
 
 import hiap
@@ -60,8 +61,8 @@ class TestDefaults:
     def test_a_run_uses_them(self, tmp_path: Path) -> None:
         run = Run(tiny(lr=None, batch_size=64, warmup_epochs=None), tmp_path / "run", data=noise_data(512, 8))
         run.resume_or_begin()
-        assert run.parts.lr == pytest.approx(2.5e-4) == run.optimizer.param_groups[0]["initial_lr"]
-        assert run.rate.warmup_t == round(0.05 * 4 * 8)
+        assert run.parts.lr == pytest.approx(2.5e-4) == run.phase.optimizer.param_groups[0]["initial_lr"]
+        assert run.phase.lr_scheduler.warmup_t == round(0.05 * 4 * 8)
         assert run.record["lr"] == run.parts.lr
 
     @pytest.mark.parametrize(("images", "epochs", "batch"), [(100_000, 15, 256), (1000, 15, 64), (96, 15, 16)])
@@ -73,13 +74,14 @@ class TestDefaults:
     def test_weights_of_other_classes_are_fine_tuned_first(self, tmp_path: Path) -> None:
         own = {"weights": weights(tmp_path, classes=3), "pretrained": True, "dense_epochs": None, "dense_lr": None}
         run = Run(tiny(**own), tmp_path / "run", data=noise_data(512, 8))
-        assert run.stage == "dense" and run.parts.dense_epochs == math.ceil(4 / 3) and run.parts.new_classifier
+        assert run.parts.dense_epochs == math.ceil(4 / 3) and run.parts.new_classifier
         assert (
             "dense    fine-tuned first for 2 epochs, learning rate 1.0e-04, with a new classifier" in run.parts.lines()
         )
         run.resume_or_begin()
-        head = set(map(id, run.raw.head.parameters()))
-        rates = {id(p) in head: g["initial_lr"] for g in run.optimizer.param_groups for p in g["params"]}
+        assert run.phase.name == "dense"
+        head = set(map(id, run.phase.network.head.parameters()))
+        rates = {id(p) in head: g["initial_lr"] for g in run.phase.optimizer.param_groups for p in g["params"]}
         assert rates == {True: pytest.approx(1e-3), False: pytest.approx(1e-4)}
         result = run.go()
         assert result.record["dense_top1"] >= 0 and hiap.load(tmp_path / "run/compact").num_classes == 10
@@ -197,7 +199,7 @@ class TestModelsAndDataOfOnesOwn:
             loaders = [torch.utils.data.DataLoader(images, 16, shuffle=shuffle) for shuffle in (True, False)]
             data = hiap.LoaderData(*loaders, classes=10)
             run = Run(tiny(batch_size=0, epochs=2), tmp_path / name, (tmp_path / name).exists(), data=data)
-            assert run.config.batch_size == 16 and run.per_epoch == 6
+            assert run.config.batch_size == 16 and run.parts.per_epoch == 6
             step = run.train_step
             run.train_step = lambda *batch: (_signalled(run, stop), step(*batch))[1]
             if stop is None:
@@ -240,7 +242,7 @@ class TestModelsAndDataOfOnesOwn:
 
 
 def _signalled(run: Run, step: int | None) -> None:
-    if step is not None and run.step + 1 == step:
+    if step is not None and run.phase.step + 1 == step:
         run.signals.number = signal.SIGINT
 
 
@@ -248,24 +250,24 @@ class TestKeep:
     @pytest.mark.parametrize("ema", [0.0, 0.9])
     def test_the_best_epoch_is_the_result(self, ema: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Scores are set by hand, so that the third of four epochs is the best; the run is stopped in the fourth."""
-        accuracy, kept = Run._accuracy, {}
+        scores, kept = Phase.scores, {}
 
-        def scored(self: Run, soft: bool = False, **options: object) -> float:
-            if self.pending is None:
-                return accuracy(self, soft)
-            epoch = self.pending["epoch"]
-            network = self.average.module if self.average else self.raw
-            kept[epoch] = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-            return {1: 99.0, 2: 40.0, 3: 50.0, 4: 45.0}[epoch]  # the first still has gates
+        def scored(self: Phase, soft: bool = False, **options: object) -> dict[str, float]:
+            if run.pending is None:
+                return scores(self, soft)
+            epoch = run.pending["epoch"]
+            kept[epoch] = {name: tensor.clone() for name, tensor in self.averaged_network.state_dict().items()}
+            return {"top1": {1: 99.0, 2: 40.0, 3: 50.0, 4: 45.0}[epoch]}  # the first still has gates
 
-        monkeypatch.setattr(Run, "_accuracy", scored)
+        monkeypatch.setattr(Phase, "scores", scored)
         config = tiny(keep="best", ema=ema, eval_every=1)
         run = Run(config, tmp_path / "run", data=noise_data(512, 8))
         step = run.train_step
         run.train_step = lambda *batch: (_signalled(run, 7), step(*batch))[1]
         with pytest.raises(KeyboardInterrupt):
             run.go()
-        result = prune(config, tmp_path / "run", resume=True, data=noise_data(512, 8))
+        run = Run(config, tmp_path / "run", True, data=noise_data(512, 8))
+        result = run.go()
         assert result.record["best"] == {"epoch": 3, "top1": 50.0}
         saved = load_file(tmp_path / "run/compact/model.safetensors")
         assert all(torch.equal(tensor, kept[3][name]) for name, tensor in saved.items())
@@ -280,14 +282,14 @@ class TestInterruptions:
 
         def run(name: str, interrupted: bool) -> None:
             run = Run(config, tmp_path / name, (tmp_path / name).exists(), data=noise_data(512, 8))
-            val = run.data.val
+            val = run.parts.data.val
 
             def watched(batch: int) -> Any:
                 if interrupted and run.pending is not None and run.pending["epoch"] == 3:
                     run.signals.number = signal.SIGINT
                 return val(batch)
 
-            run.data.val = watched
+            run.parts.data.val = watched
             run.go()
 
         run("whole", False)
@@ -322,7 +324,7 @@ class TestInterruptions:
         root = tmp_path_factory.mktemp("stopped")
         run = Run(cls.config(root), root / "run", data=noise_data(512, 8))
         step = run.train_step
-        run.train_step = lambda *batch: (_signalled(run, 3 if run.stage == "search" else None), step(*batch))[1]
+        run.train_step = lambda *batch: (_signalled(run, 3 if run.phase.name == "search" else None), step(*batch))[1]
         with pytest.raises(KeyboardInterrupt):
             run.go()
         return root

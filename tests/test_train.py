@@ -88,14 +88,14 @@ def test_paper_mode_terms_are_the_formulas(tmp_path: Path) -> None:
     config = tiny(target=None, lambda_macro=0.9, lambda_micro=0.45, freeze_at=None, min_heads=2, min_value_dims=0.999)
     run = Run(config, tmp_path / "run", data=noise_data(512, 8))
     run.resume_or_begin()
-    for gate in hiap.gates(run.raw):
+    for gate in hiap.gates(run.phase.network):
         gate.logit.data.uniform_(-1, 3)
     before = {
         (i, k): torch.sigmoid(g.logit.detach()).view(g.shape)
-        for i, b in enumerate(gates_by_block(run.raw))
+        for i, b in enumerate(gates_by_block(run.phase.network))
         for k, g in b.items()
     }
-    x, y = next(run.data.train(0, 0, 256, 0, 1))
+    x, y = next(run.parts.data.train(0, 0, 256, 0, 1))
     terms = run.train_step(x, y)
     N, D, H, Dh, F = 5, 16, 2, 8, 64
     macro = sum(before[i, "head"].sum() * Dh * (2 * N * D + N * N) for i in range(2))
@@ -120,7 +120,7 @@ def test_paper_mode_terms_are_the_formulas(tmp_path: Path) -> None:
     }
     for name, value in expected.items():
         assert float(terms[name]) == pytest.approx(float(value), rel=1e-5, abs=1e-9), name
-    weighted = run._weighted(terms)
+    weighted = run.phase.weighted(terms)
     rest = (
         0.5 * terms["task"]
         + 0.5 * terms["distill"]
@@ -209,19 +209,23 @@ def naive_distance(student: torch.nn.Module, teacher: torch.nn.Module, x: torch.
 def test_features_are_compared_with_those_of_the_dense_model(tmp_path: Path) -> None:
     run = Run(tiny(distill_features=3.0), tmp_path / "run", data=noise_data(512, 8))
     run.resume_or_begin()
-    x, y = next(run.data.train(0, 0, 64, 0, 1))
-    run.raw.eval()
-    assert run._terms(run.model, x, y)["features"].item() < 1e-9  # all gates are open
-    for gate in hiap.gates(run.raw):
+    x, y = next(run.parts.data.train(0, 0, 64, 0, 1))
+    run.phase.network.eval()
+    assert run.phase.terms(run.phase.model, x, y)["features"].item() < 1e-9  # all gates are open
+    for gate in hiap.gates(run.phase.network):
         gate.logit.data.uniform_(-1, 3)
-    terms = run._terms(run.model, x, y)
-    blocks = list(range(len(run.raw.blocks)))
-    assert terms["features"].item() == pytest.approx(naive_distance(run.raw, run.teacher.model, x, blocks), rel=1e-4)
+    terms = run.phase.terms(run.phase.model, x, y)
+    blocks = list(range(len(run.phase.network.blocks)))
+    assert terms["features"].item() == pytest.approx(
+        naive_distance(run.phase.network, run.phase.teacher.model, x, blocks), rel=1e-4
+    )
     expected = 0.5 * terms["task"] + 0.5 * terms["distill"] + 3 * terms["features"]
-    assert float(run._weighted(terms)) == pytest.approx(float(expected), rel=1e-6)
+    assert float(run.phase.weighted(terms)) == pytest.approx(float(expected), rel=1e-6)
     terms["features"].backward()
-    assert run.raw.blocks[0].mlp.fc1.weight.grad.abs().max() > 0
-    assert all(not block._forward_hooks for model in (run.raw, run.teacher.model) for block in model.blocks)
+    assert run.phase.network.blocks[0].mlp.fc1.weight.grad.abs().max() > 0
+    assert all(
+        not block._forward_hooks for model in (run.phase.network, run.phase.teacher.model) for block in model.blocks
+    )
 
 
 def test_features_alone_can_teach(tmp_path: Path) -> None:
@@ -565,7 +569,7 @@ def test_a_stopped_run_ends_bit_identical(given: dict, tmp_path: Path) -> None:
         train_step = run.train_step
 
         def step(*batch: torch.Tensor) -> dict[str, torch.Tensor]:
-            run.signals.number = signal.SIGTERM if run.step + 1 == stop else None
+            run.signals.number = signal.SIGTERM if run.phase.step + 1 == stop else None
             return train_step(*batch)
 
         run.train_step = step
@@ -592,8 +596,8 @@ def test_gradients_of_parts_add_up_to_those_of_the_batch(accumulate: int, tmp_pa
         run = Run(tiny(**given), tmp_path / str(parts), data=data)
         run.begin()
         found = {}
-        run.stepper.step = lambda run=run, found=found: found.update(
-            {name: p.grad.clone() for name, p in run.raw.named_parameters() if p.grad is not None}
+        run.phase.prepared_optimizer.step = lambda run=run, found=found: found.update(
+            {name: p.grad.clone() for name, p in run.phase.network.named_parameters() if p.grad is not None}
         )
         terms = run.train_step(*next(data.train(0, 0, 10, 0, 1)))
         gradients.append({**found, "task": terms["task"]})
@@ -620,7 +624,7 @@ def test_what_would_fail_late_is_refused_first(tmp_path: Path) -> None:
 def test_without_shrink_the_optimiser_is_prepared_once(tmp_path: Path) -> None:
     run = Run(tiny(shrink=False), tmp_path / "run", data=noise_data(1024, 8))
     run.go()
-    assert len(run.accelerator._optimizers) == 1  # float16 would be unscaled once for each
+    assert len(run.context.accelerator._optimizers) == 1  # float16 would be unscaled once for each
 
 
 def test_pretrained_weights_of_another_class_count_do_not_teach(
@@ -657,13 +661,13 @@ def test_weights_of_another_class_count_get_a_new_classifier(tmp_path: Path) -> 
             Run(tiny(**own), out, data=noise_data(512, 8))
         assert not out.exists()
         run = Run(tiny(**own, teacher="none"), out, data=noise_data(512, 8))
-        assert run.dense.num_classes == 10
-        assert torch.equal(run.dense.blocks[0].mlp.fc1.weight, model.blocks[0].mlp.fc1.weight)
+        assert run.parts.model.num_classes == 10
+        assert torch.equal(run.parts.model.blocks[0].mlp.fc1.weight, model.blocks[0].mlp.fc1.weight)
 
 
 def test_the_result_comes_with_the_dense_model_it_began_with(tmp_path: Path) -> None:
     run = Run(tiny(teacher="none"), tmp_path / "run", data=noise_data(512, 8))
-    before = copy.deepcopy(run.dense.state_dict())
+    before = copy.deepcopy(run.parts.model.state_dict())
     dense = run.go().dense
     assert all(torch.equal(tensor, before[name]) for name, tensor in dense.state_dict().items())
 

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
         TopologyError,
         UnsupportedModelError,
     )
+    from hiap.models.family import Family, Site
+    from hiap.models.registry import register_family
     from hiap.nn.gates import Gate
     from hiap.nn.granularities import GRANULARITIES
     from hiap.pruning.align import align_heads
@@ -61,6 +63,7 @@ __all__ = [
     "Counts",
     "Data",
     "ExtractionError",
+    "Family",
     "Floors",
     "Gate",
     "HiapError",
@@ -74,6 +77,7 @@ __all__ = [
     "Provenance",
     "RunError",
     "Schedule",
+    "Site",
     "Topology",
     "TopologyError",
     "UnsupportedModelError",
@@ -93,6 +97,7 @@ __all__ = [
     "parameter_groups",
     "prune",
     "read_config",
+    "register_family",
     "save",
     "set_gates",
     "set_topology",
@@ -107,6 +112,8 @@ _MODULES = {  # and the names each of them gives to the package
     "data.sources": "Data",
     "errors": "BudgetError CheckpointError ConfigError ExtractionError HiapError InputError LatencyError RunError "
     "TopologyError UnsupportedModelError",
+    "models.family": "Family Site",
+    "models.registry": "register_family",
     "nn.gates": "Gate",
     "nn.granularities": "GRANULARITIES",
     "pruning.align": "align_heads",

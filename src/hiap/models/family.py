@@ -177,7 +177,7 @@ class Family(ABC):
         """How many of the first tokens the head reads; None for all."""
         return None
 
-    def no_weight_decay(self, model: nn.Module) -> set[str]:
+    def without_decay(self, model: nn.Module) -> set[str]:
         """Names of parameters that are spared weight decay, beside biases and norms."""
         return set()
 
@@ -210,8 +210,9 @@ class Family(ABC):
     def open(self, model: nn.Module) -> list[Site]:
         """Convert the blocks of a model in place, so that changes to `Site.block` reach it."""
         for site in self.sites(model):
-            if site.block is not site.module:
-                put(model, site.name, site.block)
+            block = site.block
+            if block is not site.module:
+                put(model, site.name, block)
         return self.sites(model)
 
     def take_blocks(self, model: nn.Module) -> list[nn.Module]:

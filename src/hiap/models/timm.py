@@ -159,7 +159,7 @@ class TimmFamily(Family):
     def tokens_read(self, model: ViT) -> int | None:
         return int(model.num_prefix_tokens) if model.global_pool == "token" else None
 
-    def no_weight_decay(self, model: ViT) -> set[str]:
+    def without_decay(self, model: ViT) -> set[str]:
         return set(model.no_weight_decay())
 
     def classes(self, model: ViT) -> int:

@@ -226,7 +226,7 @@ def parameter_groups(
     model: nn.Module, weight_decay: float = 0.05, gate_lr: float | None = None
 ) -> list[dict[str, Any]]:
     """Optimiser groups: weights with decay, biases and norms without, gate logits without and at their own rate."""
-    exempt = family_of(model).no_weight_decay(model)
+    exempt = family_of(model).without_decay(model)
     logits = {id(gate.logit) for gate in gates(model)}
     groups: list[dict[str, Any]] = param_groups_weight_decay(model, weight_decay, exempt)
     for group in groups:

@@ -279,6 +279,7 @@ class Setup:
         kinds: what gets gates.
         per_epoch: steps of an epoch.
         lr, dense_lr: peak learning rates.
+        cost: what the target or the penalties are about.
         controller: of a gated copy of the model, if there is a target.
 
     Raises:
@@ -318,11 +319,11 @@ class Setup:
         self.lr = config.lr or pruning_rate(config.batch_size, self.schedule.total * config.batch_size)
         self.dense_lr = config.dense_lr or dense_rate(config.batch_size, self.trained)
         self.other_teacher = other_teacher(config, self.data.classes, family_of(dense).input_shape(dense)[0])
-        self.make_cost = cost or (lambda gated: make_cost(gated, config))
         self.dense_macs = macs(self.model)
         self.kinds = config.gate_kinds(any(site.qk_norm for site in self.sites))
         gated = attach(copy.deepcopy(self.model), self.kinds, config.keep_blocks)
         self.gates = sum(gate.logit.numel() for gate in gates(gated))
+        self.cost = cost(gated) if cost is not None else make_cost(gated, config)
         self.controller = self.control(gated) if config.target else None
 
     def _dense_epochs(self) -> int:
@@ -334,7 +335,7 @@ class Setup:
 
     def control(self, gated: nn.Module) -> Controller:
         """The controller of the target for a gated model."""
-        return make_controller(gated, self.config, self.make_cost(gated), self.schedule.total)
+        return make_controller(gated, self.config, self.cost, self.schedule.total)
 
     def warn(self) -> None:
         """Say what is likely to disappoint."""

@@ -1,0 +1,99 @@
+"""What the phases of a run share: its configuration and parts, its processes and its record."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.state import AcceleratorState, PartialState
+from torch import Tensor, nn
+
+from hiap.budget.cost import Cost
+from hiap.data.images import mix_seed
+from hiap.data.sources import Data
+from hiap.nn.compact import Widths
+from hiap.pruning.count import macs_of_widths
+from hiap.training.config import Config
+from hiap.training.evaluate import evaluate
+from hiap.training.run_folder import RunFolder
+from hiap.training.setup import Setup
+
+__all__ = ["Context"]
+
+
+class Context:
+    """The parts of a run on the processes it runs on.
+
+    Args:
+        data, cost, model: of one's own, instead of what the configuration names.
+
+    Attributes:
+        config: with what was left open decided.
+        parts: what the run is made of; `parts.model` is the dense model, on the CPU.
+        first: steps of the dense phase, before those of search and recovery.
+        stop: steps of search and recovery together.
+        record: what is to be reported.
+        folder: that the run writes to, on the main process.
+        say: prints a line, on the main process.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        out: str,
+        data: Data | tuple[Any, Any] | None = None,
+        cost: Callable[[nn.Module], Cost] | None = None,
+        model: nn.Module | None = None,
+    ) -> None:
+        if PartialState._shared_state and PartialState().num_processes == 1:
+            AcceleratorState._reset_state()  # the run before in this process may have had another precision
+        self.accelerator = Accelerator(
+            cpu=not (torch.cuda.is_available() or torch.backends.mps.is_available()),
+            mixed_precision="no" if config.precision == "fp32" else config.precision,
+            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+            log_with=config.trackers or None,
+            project_dir=out if config.trackers else None,
+        )
+        self.device, self.main = self.accelerator.device, self.accelerator.is_main_process
+        self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
+        torch.manual_seed(mix_seed(config.seed))  # what is not loaded is drawn: a new classifier, or all of it
+        with self.accelerator.local_main_process_first() if config.download else nullcontext():
+            self.parts = Setup(config, self.device, data, cost, model, self.world)
+        self.config, self.data, self.schedule = self.parts.config, self.parts.data, self.parts.schedule
+        self.per_epoch = self.parts.per_epoch
+        self.first = self.parts.dense_epochs * self.per_epoch
+        self.stop = (config.stop_after or config.epochs) * self.per_epoch
+        self.record: dict[str, Any] = {}
+        self.folder: RunFolder | None = None
+        self.say: Callable[[str], None] = lambda text: None
+
+    def dense(self) -> nn.Module:
+        """A copy of the dense model on the device."""
+        return copy.deepcopy(self.parts.model).to(self.device)
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """The mean over processes."""
+        mean: Tensor = self.accelerator.reduce(tensor, "mean")
+        return mean
+
+    def scores(self, model: nn.Module, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
+        """Top-1 and top-5 of a model, in the mode it is in, and how many images were seen.
+
+        Raises:
+            Interrupted: `stop` said so.
+        """
+        return evaluate(model, self.data, self.config.batch_size, self.accelerator.autocast, stop)
+
+    def facts(self, widths: Sequence[Widths]) -> dict[str, Any]:
+        """What a network of these widths has and costs."""
+        dense = self.parts.model
+        facts = {
+            "hard_macs": macs_of_widths(dense, widths) / self.parts.dense_macs,
+            "open_heads": sum(one.heads or 0 for one in widths),
+            "open_blocks": sum(one.neurons is not None for one in widths),
+        }
+        return facts | ({"cost": self.parts.cost.of_widths(dense, widths)} if self.config.cost else {})

@@ -1,0 +1,345 @@
+"""The phases of a run (paper, section 3.4): dense, search, recover.
+
+`Dense` trains a model that is not ready to be pruned; `Search` trains weights and gates while the budget falls;
+`Recover` trains the network that is left. The loop that steps through them (loop.py) knows none of this.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hiap.budget.controller import Controller
+from hiap.budget.cost import MacCost
+from hiap.models.registry import family_of, sites
+from hiap.nn.compact import Widths
+from hiap.pruning.align import align_heads
+from hiap.pruning.attach import attach, gates, is_gated, parameter_groups, set_gates
+from hiap.pruning.count import expected_counts
+from hiap.pruning.extract import Provenance, extract, note_provenance, provenance_of, shrink, slices
+from hiap.pruning.topology import Topology, harden, set_topology
+from hiap.training.context import Context
+from hiap.training.objective import Teacher, cost_terms, feasibility_terms
+from hiap.training.optimizer_state import carry_optimizer
+from hiap.training.phase import Phase, Tensors, Values, part
+from hiap.training.setup import make_teacher
+
+__all__ = ["Dense", "Recover", "Search", "align", "projection_interval", "restore", "score_dense"]
+
+PROJECTIONS = 100  # times the budget moves in a run
+ALIGNING = 512  # images, at least, that the basis of heads is found on
+NEW = 10.0  # times faster a new classifier learns than the trained rest of a dense model
+
+
+class Dense(Phase):
+    """Trains or fine-tunes the dense model, where it is not ready to be pruned."""
+
+    name = "dense"
+    averaged = False
+    noise_seed = 0
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context, context.dense(), None, 0, context.first)
+
+    @property
+    def lr(self) -> float:
+        return self.context.parts.dense_lr
+
+    @property
+    def epochs(self) -> int:
+        return self.context.parts.dense_epochs
+
+    @property
+    def course_end(self) -> int:
+        return self.context.first
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        groups = super().parameter_groups()
+        if not self.context.parts.new_classifier:
+            return groups
+        new = {id(p) for layer in family_of(self.network).classifier(self.network) for p in layer.parameters()}
+        split = []
+        for group in groups:
+            for mine, own in ((False, {}), (True, {"lr": self.lr * NEW})):
+                split.append({**group, "params": [p for p in group["params"] if (id(p) in new) is mine], **own})
+        return split
+
+    def measured(self) -> dict[str, Any]:
+        parts = self.context.parts
+        facts = self.context.facts([site.widths for site in parts.sites])
+        return {name: value for name, value in facts.items() if name != "cost"}
+
+    def next(self) -> Phase:
+        network, context = self.unwrapped(), self.context
+        score_dense(context, network)
+        trained = {name: tensor.detach().cpu() for name, tensor in network.state_dict().items()}
+        context.parts.model.load_state_dict(trained)
+        if context.folder is not None:
+            context.folder.save_dense(trained)
+        return Search(context)
+
+
+class Search(Phase):
+    """Trains weights and gates while the budget falls, then decides what is kept.
+
+    Args:
+        every: steps from one move of the budget to the next; 0 never moves it, and gates are only ranked at the end.
+        penalty: terms of the loss that push gates to close, already weighted; by default the paper's without a target,
+            and none with one.
+        fresh: the phase begins, and does not go on from a checkpoint.
+    """
+
+    name = "search"
+    mid_epoch = True
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        every: int | None = None,
+        penalty: Callable[[Search], dict[str, Tensor]] | None = None,
+        fresh: bool = True,
+    ) -> None:
+        config, parts, schedule = context.config, context.parts, context.schedule
+        dense = context.dense()
+        if fresh and "dense_top1" not in context.record:
+            score_dense(context, dense)
+        teacher = make_teacher(config, dense, parts.norm, parts.other_teacher)
+        if fresh and (config.align_heads if config.align_heads is not None else config.target):
+            align(context, dense)
+        network = attach(dense, parts.kinds, config.keep_blocks, logit=config.start_logit, seed=config.seed)
+        self.controller: Controller | None = parts.control(network) if config.target else None
+        self.every = projection_interval(schedule.freeze) if every is None else every
+        self.penalty = penalty
+        if self.controller is not None:
+            self.controller.project(self.controller.dense_cost, schedule.sharpness(0))
+        super().__init__(context, network, teacher, 0, min(schedule.freeze, context.stop))
+        if fresh:
+            self.before_step()
+            context.record["soft_top1_start"] = self.scores(soft=True)["top1"]
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        config = self.context.config
+        *weights, logits = parameter_groups(self.network, config.weight_decay, config.gate_lr)
+        learned = not (config.target and config.gate_mode == "importance")
+        return [*weights, logits] if learned else weights
+
+    def before_step(self) -> None:
+        schedule, draws = self.context.schedule, self.step * self.context.config.accumulate
+        set_gates(
+            self.network,
+            temperature=schedule.temperature(self.step),
+            noise_scale=schedule.noise(self.step),
+            draws=draws,
+        )
+
+    def penalties(self) -> dict[str, Tensor]:
+        config = self.context.config
+        if self.penalty is not None:
+            return self.penalty(self)
+        if config.target is not None:
+            return {}
+        floors = config.min_heads, config.min_value_dims, config.min_neurons
+        return cost_terms(self.network, self.context.parts.cost) | feasibility_terms(self.network, *floors)
+
+    def after_step(self, scale: float) -> None:
+        controller, schedule, after = self.controller, self.context.schedule, self.step + 1
+        if controller is None or not self.every:
+            return
+        if self.context.accelerator.optimizer_step_was_skipped:  # float16 overflowed: these gradients are not finite
+            controller.gradient.zero_()
+        else:
+            controller.observe(self.context.mean, scale)
+        if after % self.every == 0 or after == schedule.freeze:
+            allowed = schedule.budget(after, controller.dense_cost, controller.target)
+            controller.project(allowed, schedule.sharpness(after))
+            self.facts |= self.context.facts(controller.widths)
+
+    def widths(self) -> list[Widths]:
+        """The padded widths of the network, gates hardened."""
+        return harden(self.network).widths(self.context.config.round_to)
+
+    def measured(self) -> dict[str, Any]:
+        """How decided the gates are, and what they expect to cost against what they cost."""
+        p = torch.cat([gate.probability().detach().flatten() for gate in gates(self.network)])
+        expected = MacCost(self.network).total(expected_counts(self.network)).item()
+        return {
+            "undecided": ((p > 0.05) & (p < 0.95)).float().mean().item(),
+            "expected_macs": expected / self.context.parts.dense_macs,
+            **self.context.facts(self.widths()),
+            "temperature": self.context.schedule.temperature(self.step),
+        }
+
+    def next(self) -> Phase:
+        """Decide what is kept; with `shrink`, recovery goes on with the extracted network."""
+        context, config = self.context, self.context.config
+        network = self.network = self.unwrapped()
+        found = {"freeze_step": self.step, "soft_top1": self.scores(soft=True)["top1"]}
+        topology = self.controller.decide() if self.controller is not None else harden(network)
+        measured = {name: value for name, value in self.measured().items() if name != "temperature"}
+        for model in [network, *([self.ema.module] if self.ema is not None else [])]:
+            for gate in gates(model):
+                gate.gradient = None
+            set_topology(model, topology)
+        shrunk = config.shrink and self.step < context.stop
+        context.record |= measured | found | {"hard_top1": self.scores()["top1"], "shrunk": shrunk}
+        small = extract(network, topology, config.round_to) if shrunk else fixed(context, network)
+        phase = Recover(context, small, self.teacher, self.step, topology)
+        cuts = {}
+        if shrunk:
+            names = [site.name for site in sites(network)]
+            cuts = slices(names, topology, topology.widths(config.round_to))
+        carry_optimizer(self.optimizer, network, phase.optimizer, small, cuts)
+        if self.ema is not None and phase.ema is not None:
+            average = self.ema.module
+            average = extract(average, topology, config.round_to) if shrunk else average
+            phase.ema.module.load_state_dict(average.state_dict())
+        return phase
+
+    def state_dict(self) -> tuple[Tensors, Values]:
+        tensors, values = super().state_dict()
+        if self.controller is not None:
+            tensors["controller.importance"] = self.controller.importance
+            values["observations"] = self.controller.observations
+        return tensors, values
+
+    def load_state_dict(self, tensors: Tensors, values: Values) -> None:
+        super().load_state_dict(tensors, values)
+        if self.controller is not None:
+            self.controller.restore(tensors["controller.importance"], values["observations"])
+
+
+class Recover(Phase):
+    """Trains a network whose topology is final.
+
+    Args:
+        topology: what the network is in terms of the dense model; None for one that was made otherwise.
+        facts: what the metrics say of it; by default what a network of these widths has and costs.
+    """
+
+    name = "recover"
+
+    def __init__(
+        self,
+        context: Context,
+        network: nn.Module,
+        teacher: Teacher | None,
+        step: int = 0,
+        topology: Topology | None = None,
+        facts: dict[str, Any] | None = None,
+    ) -> None:
+        self.topology = topology
+        self.best: Tensors = {}  # weights of the best epoch, where it is kept
+        super().__init__(context, network, teacher, step, context.stop)
+        if facts is None:
+            assert topology is not None
+            facts = context.facts(topology.widths(context.config.round_to))
+        self.facts = facts
+
+    def measured(self) -> dict[str, Any]:
+        return dict(self.facts)
+
+    def keep(self, line: dict[str, Any]) -> None:
+        record = self.context.record
+        if self.context.config.keep == "last" or "top1" not in line:
+            return
+        if line["top1"] > record.get("best", {"top1": -1.0})["top1"]:
+            record["best"] = {"epoch": line["epoch"], "top1": line["top1"]}
+            self.best = {n: t.detach().cpu().clone() for n, t in self.averaged_network.state_dict().items()}
+
+    def result(self) -> nn.Module:
+        """The compact network, in eval mode."""
+        self.network = self.unwrapped()
+        model = self.averaged_network
+        if self.best:
+            model.load_state_dict(self.best)
+        if is_gated(model):
+            model = extract(model, self.topology, self.context.config.round_to)
+        return model.eval()
+
+    def state_dict(self) -> tuple[Tensors, Values]:
+        tensors, values = super().state_dict()
+        tensors |= {f"best.{name}": tensor for name, tensor in self.best.items()}
+        found = provenance_of(self.network)
+        return tensors, values | {
+            "topology": self.topology.to_json() if self.topology is not None else None,
+            "verified": [found.logit_difference, found.tolerance] if found is not None else None,
+        }
+
+    def load_state_dict(self, tensors: Tensors, values: Values) -> None:
+        super().load_state_dict(tensors, values)
+        self.best = part(tensors, "best.")
+
+
+def restore(context: Context, tensors: Tensors, values: Values) -> Phase:
+    """The phase of a checkpoint: it builds what the phase itself needs, and nothing of those before it."""
+    phase: Phase
+    if values["stage"] == Dense.name:
+        phase = Dense(context)
+    elif values["stage"] == Search.name:
+        phase = Search(context, fresh=False)
+    else:
+        phase = _recover(context, Topology.from_json(values["topology"]), values["verified"])
+    phase.load_state_dict(tensors, values)
+    return phase
+
+
+def _recover(context: Context, topology: Topology, verified: Sequence[float] | None) -> Recover:
+    """The phase with a network of the topology, whose weights are still to come."""
+    config, parts, dense = context.config, context.parts, context.dense()
+    teacher = make_teacher(config, dense, parts.norm, parts.other_teacher)
+    if verified is None:
+        network = fixed(context, attach(dense, parts.kinds, config.keep_blocks, seed=config.seed))
+    else:
+        recipe = family_of(dense).describe(dense)
+        network = shrink(dense, topology.widths(config.round_to))
+        empty = {n: torch.empty_like(t, device=context.device) for n, t in network.state_dict().items() if t.is_meta}
+        network.load_state_dict(empty, strict=False, assign=True)
+        difference, tolerance = verified
+        note_provenance(network, Provenance(topology, topology.dense, config.round_to, difference, tolerance, recipe))
+    return Recover(context, network, teacher, topology=topology)
+
+
+def fixed(context: Context, network: nn.Module) -> nn.Module:
+    """A gated network whose gates have the last word, and learn no more."""
+    set_gates(network, temperature=context.schedule.tau_floor, noise_scale=0.0)
+    for gate in gates(network):
+        gate.gradient = None
+        gate.logit.requires_grad_(False)
+    return network
+
+
+def score_dense(context: Context, dense: nn.Module) -> None:
+    """Record the accuracy of the dense model, and warn where it seems to know nothing."""
+    scores = context.scores(dense.eval())
+    dense.train()
+    top1, images, chance = scores["top1"], int(scores["images"]), 100 / context.data.classes
+    context.record["dense_top1"] = top1
+    context.say(f"dense    top-1 {top1:.2f} % on {images} validation images")
+    spread = (chance * (100 - chance) / images) ** 0.5
+    if top1 <= chance + 3 * spread and (context.parts.trained or context.parts.dense_epochs):
+        warnings.warn(
+            f"the dense model scores {top1:.2f} %, near chance ({chance:.2f} %): are --mean, --std and --img-size "
+            "those it was trained with, and do the classes have the order of its labels?",
+            stacklevel=2,
+        )
+
+
+def projection_interval(search: int) -> int:
+    """Steps from one move of the budget to the next, in a search of so many."""
+    return max(1, search // PROJECTIONS)
+
+
+def align(context: Context, dense: nn.Module) -> None:
+    """Concentrate heads in few dims, of the kinds that have gates."""
+    parts, batch = context.parts, context.config.batch_size
+    queries, values = "qk_dim" in parts.kinds, "value_dim" in parts.kinds
+    batches = context.data.train(parts.dense_epochs, 0, batch, context.rank, context.world)
+    images = (x.to(context.device) for x, _ in islice(batches, -(-ALIGNING // batch)))
+    if queries or values:
+        align_heads(dense, images, queries=queries, values=values, reduce=context.mean)

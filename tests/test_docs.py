@@ -48,7 +48,7 @@ CHOICES = {
     "precision": "fp32 bf16 fp16",
     "keep": "last best",
 }
-EPOCHS = 5  # of every run
+EPOCHS = 3  # of every run
 
 
 def hooks() -> ModuleType:

@@ -321,7 +321,7 @@ def test_measuring(tmp_path: Path) -> None:
     assert table.heads == [1, 2, 3, 4] and table.qk_dim == [8] and table.neurons[0] == 8 and table.neurons[-1] == 128
     assert (table.mode, table.dim, table.tokens) == ("eager", 32, 17)
     cost = LatencyCost(model, table, device_name(CPU), "fp32")
-    assert 0.2 < (cost.outside + cost.dense) / table.dense < 5  # no clock is trusted here; benchmarks/latency.py is
+    assert 0.2 < (cost.outside + cost.dense) / table.dense < 5  # no clock is trusted here; research/latency.py is
     assert network_cost(model, CPU, torch.float32, 2, "eager") > 0
     for mode in ("graph", "compile"):
         with pytest.raises(LatencyError, match=f"mode '{mode}' needs a CUDA device"):

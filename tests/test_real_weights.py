@@ -9,8 +9,9 @@ import torch
 import hiap
 from conftest import SHARED
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from tiny_imagenet import accuracy, validation_images, vit_tiny
+sys.path.insert(0, str(Path(__file__).parents[1] / "research"))
+from accuracy import accuracy, vit_tiny
+from tiny_imagenet import read_tiles
 
 WEIGHTS = SHARED / "models/vit_tiny_tin128.safetensors"
 SHEET = SHARED / "data/tiny_imagenet/val.jpg"
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_accuracy_of_the_dense_model_and_of_its_extraction() -> None:
-    images, labels = validation_images(SHEET, [0, 10, 20, 30, 40])
+    images, labels = read_tiles(SHEET, [0, 10, 20, 30, 40])
     dense = vit_tiny(WEIGHTS)
     compact = hiap.extract(dense, hiap.Topology.from_counts(dense))
     scores = [accuracy(model, images, labels) for model in (dense, compact)]

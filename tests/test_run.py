@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import timm
 import torch
-from hiap.training.phase import Phase
 from safetensors.torch import load_file, save_file
 
 import hiap
@@ -250,24 +249,21 @@ class TestKeep:
     @pytest.mark.parametrize("ema", [0.0, 0.9])
     def test_the_best_epoch_is_the_result(self, ema: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Scores are set by hand, so that the third of four epochs is the best; the run is stopped in the fourth."""
-        scores, kept = Phase.scores, {}
+        kept = {}
 
-        def scored(self: Phase, soft: bool = False, **options: object) -> dict[str, float]:
-            if run.pending is None:
-                return scores(self, soft)
-            epoch = run.pending["epoch"]
-            kept[epoch] = {name: tensor.clone() for name, tensor in self.averaged_network.state_dict().items()}
-            return {"top1": {1: 99.0, 2: 40.0, 3: 50.0, 4: 45.0}[epoch]}  # the first still has gates
+        def scored(self: Run) -> float:
+            epoch, network = self.pending["epoch"], self.phase.averaged_network
+            kept[epoch] = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+            return {1: 99.0, 2: 40.0, 3: 50.0, 4: 45.0}[epoch]  # the first still has gates
 
-        monkeypatch.setattr(Phase, "scores", scored)
+        monkeypatch.setattr(Run, "_score", scored)
         config = tiny(keep="best", ema=ema, eval_every=1)
         run = Run(config, tmp_path / "run", data=noise_data(512, 8))
         step = run.train_step
         run.train_step = lambda *batch: (_signalled(run, 7), step(*batch))[1]
         with pytest.raises(KeyboardInterrupt):
             run.go()
-        run = Run(config, tmp_path / "run", True, data=noise_data(512, 8))
-        result = run.go()
+        result = prune(config, tmp_path / "run", resume=True, data=noise_data(512, 8))
         assert result.record["best"] == {"epoch": 3, "top1": 50.0}
         saved = load_file(tmp_path / "run/compact/model.safetensors")
         assert all(torch.equal(tensor, kept[3][name]) for name, tensor in saved.items())
@@ -446,16 +442,15 @@ class TestInterruptions:
     def test_what_ends_an_evaluation_loses_no_step(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A second signal, or a kill: the epoch was saved before; and one that was evaluated is not evaluated again."""
         config, calls = tiny(eval_every=1), []
-        accuracy = Run._accuracy
+        score = Run._score
 
-        def watched(self: Run, *arguments: Any, **options: Any) -> float:
-            if self.pending is not None:
-                calls.append(self.pending["epoch"])
+        def watched(self: Run) -> float:
+            calls.append(self.pending["epoch"])
             if calls == [1, 2, 3]:
                 raise KeyboardInterrupt
-            return accuracy(self, *arguments, **options)
+            return score(self)
 
-        monkeypatch.setattr(Run, "_accuracy", watched)
+        monkeypatch.setattr(Run, "_score", watched)
         with pytest.raises(KeyboardInterrupt):
             prune(config, tmp_path / "run", data=noise_data(512, 8))
         assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-000000006"]
@@ -471,15 +466,11 @@ class TestInterruptions:
     ) -> None:
         from hiap.training.evaluate import Interrupted
 
-        accuracy = Run._accuracy
-
-        def interrupted(self: Run, *arguments: Any, **options: Any) -> float:
-            if self.pending is None:
-                return accuracy(self, *arguments, **options)
+        def interrupted(self: Run) -> float:
             self.signals.number = signal.SIGTERM
             raise Interrupted
 
-        monkeypatch.setattr(Run, "_accuracy", interrupted)
+        monkeypatch.setattr(Run, "_score", interrupted)
         for resume in (False, True):
             with pytest.raises(SystemExit) as left:
                 prune(tiny(eval_every=1), tmp_path / "run", resume=resume, data=noise_data(512, 8))
@@ -490,7 +481,7 @@ class TestInterruptions:
 
         def saved(self: Run) -> None:
             save(self)
-            self.signals.number = signal.SIGINT if self.step == 8 else None
+            self.signals.number = signal.SIGINT if self.phase.step == 8 else None
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(Run, "save_checkpoint", saved)
@@ -517,7 +508,7 @@ class TestInterruptions:
         train_step = Run.train_step
 
         def step(self: Run, *batch: torch.Tensor) -> dict[str, torch.Tensor]:
-            if self.step == 2:
+            if self.phase.step == 2:
                 raise error
             return train_step(self, *batch)
 

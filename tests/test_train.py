@@ -482,7 +482,7 @@ class TestReliability:
 
     def test_a_loss_that_is_not_finite_stops_the_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def broken(self: Run, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"task": torch.tensor(math.nan if self.step == 4 else 1.0), "distill": torch.tensor(0.5)}
+            return {"task": torch.tensor(math.nan if self.phase.step == 4 else 1.0), "distill": torch.tensor(0.5)}
 
         monkeypatch.setattr(Run, "train_step", broken)
         with pytest.raises(

@@ -90,7 +90,7 @@ def _plain_warnings() -> Iterator[None]:
     def plain(
         message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
     ) -> str:
-        ours = Path(filename).parent == Path(__file__).parent and category is UserWarning
+        ours = Path(__file__).parents[1] in Path(filename).parents and category is UserWarning
         return f"warning: {message}\n" if ours else usual(message, category, filename, lineno, line)
 
     warnings.formatwarning = plain

@@ -10,20 +10,22 @@ import copy
 import functools
 import itertools
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
-from hiap.budget.latency import AXES, MODES, PRECISIONS, UNITS, LatencyError, LatencyTable
-from hiap.models.registry import family_of
+from hiap.budget.latency import AXES, MODES, PRECISIONS, UNITS, LatencyCost, LatencyError, LatencyTable
+from hiap.models.registry import family_of, sites
 from hiap.nn.compact import Widths, shrink_block
 from hiap.pruning.attach import is_gated
 from hiap.speed.clock import Call, device_name, graphed, materialise, precision, timings
 from hiap.speed.inference import compiled, optimize
 
-__all__ = ["measure", "network_cost"]
+__all__ = ["measure", "measured", "network_cost", "predicted"]
 
 CHAIN = 4  # copies of a part in one timed call, one after the other as in a network
 
@@ -61,18 +63,18 @@ def measure(
         raise LatencyError(f"batch must be at least 1; found {batch}")
     clock = _clock(unit, device, mode)
     family = family_of(model)
-    sites = family.sites(model)
+    found = family.sites(model)
     if is_gated(model):
         raise LatencyError("the model has gates: measure it without (hiap.detach, or a model made anew)")
-    most = {axis: max(getattr(site.widths, axis) or 0 for site in sites) for axis in AXES}
+    most = {axis: max(getattr(site.widths, axis) or 0 for site in found) for axis in AXES}
     if not all(most.values()):
         raise LatencyError("the model has no attention or no FFN left; measure the dense one")
-    whole, dim, tokens = Widths(**most), sites[0].dim, family.tokens(model)
-    template = copy.deepcopy(next(site.block for site in sites if site.widths.heads))
-    ffn_of = copy.deepcopy(next(site.block for site in sites if site.widths.neurons))
+    whole, dim, tokens = Widths(**most), found[0].dim, family.tokens(model)
+    template = copy.deepcopy(next(site.block for site in found if site.widths.heads))
+    ffn_of = copy.deepcopy(next(site.block for site in found if site.widths.neurons))
     template.norm2, template.mlp, template.ls2 = ffn_of.norm2, ffn_of.mlp, ffn_of.ls2
     axes = _grid(whole, unit) | (grid or {})
-    if any(site.qk_norm for site in sites):  # which ties the q/k dims of a head together
+    if any(site.qk_norm for site in found):  # which ties the q/k dims of a head together
         axes["qk_dim"] = [whole.qk_dim]
     with precision(precision_name) as dtype:
         x = torch.randn(batch, tokens, dim, device=device, dtype=dtype)
@@ -140,6 +142,31 @@ def network_cost(
         net.to(dtype)
     with torch.inference_mode():
         return clock(lambda: run(x))
+
+
+def predicted(cost: LatencyCost, model: nn.Module) -> dict[str, Any]:
+    """What a table says of a compact model and of the dense one it came from."""
+    widths = [site.widths for site in sites(model)]
+    return {
+        "unit": cost.table.unit,
+        "dense_predicted": cost.outside + cost.dense,
+        "predicted": cost.of_widths(model, widths),
+    }
+
+
+def measured(cost: LatencyCost, networks: tuple[nn.Module, nn.Module] | None, device: torch.device) -> dict[str, Any]:
+    """What the clock says of the dense and the compact model, if this is the device of the table."""
+    table = cost.table
+    if networks is None or table.device != device_name(device):
+        return {}
+    try:
+        with precision(table.precision) as dtype:
+            like = (device, dtype, table.batch, table.mode, table.unit)
+            dense, compact = (network_cost(one, *like) for one in networks)
+    except (RuntimeError, ValueError) as error:
+        warnings.warn(f"the result is saved, but its time cannot be measured here: {error}", stacklevel=2)
+        return {}
+    return {"dense_measured": dense, "measured": compact}
 
 
 def _less(cost: float, gain: float) -> float:

@@ -19,8 +19,9 @@ from hiap.nn.compact import Widths
 from hiap.pruning.count import macs_of_widths
 from hiap.training.config import Config
 from hiap.training.evaluate import evaluate
+from hiap.training.objective import Objective, Teacher
 from hiap.training.run_folder import RunFolder
-from hiap.training.setup import Setup
+from hiap.training.setup import Setup, make_teacher
 
 __all__ = ["Context"]
 
@@ -79,6 +80,14 @@ class Context:
         """The mean over processes."""
         mean: Tensor = self.accelerator.reduce(tensor, "mean")
         return mean
+
+    def objective(self, teacher: Teacher | None) -> Objective:
+        """The loss of a batch, with a teacher or without."""
+        return Objective(self.config, teacher, self.accelerator.autocast, self.accelerator.unwrap_model)
+
+    def teacher(self, dense: nn.Module) -> Teacher | None:
+        """The teacher of the run, if it has one; `dense` is the dense model on the device, as it is now."""
+        return make_teacher(self.config, dense, self.parts.norm, self.parts.other_teacher)
 
     def scores(self, model: nn.Module, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
         """Top-1 and top-5 of a model, in the mode it is in, and how many images were seen.

@@ -6,7 +6,6 @@ it, the seed and its number, so a run can be killed anywhere and go on.
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,14 +21,13 @@ from hiap.budget.cost import Cost
 from hiap.budget.latency import LatencyCost
 from hiap.data.sources import Data
 from hiap.errors import CheckpointError, HiapError, RunError
-from hiap.models.registry import sites
 from hiap.pruning.count import macs
-from hiap.pruning.saving import check_target, digest_tensors, save
-from hiap.speed.clock import device_name, precision
-from hiap.speed.measure import network_cost
+from hiap.pruning.saving import check_target, save
+from hiap.speed.measure import measured, predicted
 from hiap.training.config import Config
 from hiap.training.context import Context
 from hiap.training.evaluate import Interrupted
+from hiap.training.inputs import check_inputs, course, inputs_record
 from hiap.training.phase import Phase
 from hiap.training.phases import Dense, Recover, Search, restore, score_dense
 from hiap.training.progress import Progress, Stopwatch, epoch_line
@@ -39,7 +37,6 @@ from hiap.training.signals import Signals
 __all__ = ["Result", "Run", "prune"]
 
 FACTS = ("top1", "hard_macs", "cost", "open_heads", "open_blocks")  # that the live line shows
-INPUTS = ("teacher_weights", "cost")  # files that must not change between two parts of a run
 
 
 @dataclass(frozen=True)
@@ -112,15 +109,7 @@ class Run:
         self.config, self.parts = context.config, context.parts
         self.folder = context.folder = RunFolder(out, config.to_yaml(), resume) if context.main else None
         context.accelerator.wait_for_everyone()
-        context.record |= {
-            "dense_macs": self.parts.dense_macs,
-            "dense_params": sum(p.numel() for p in self.parts.model.parameters()),
-            "lr": self.parts.lr,
-            "dense_digest": digest_tensors(self.parts.model.state_dict()),
-        }
-        for name in INPUTS:
-            if file := getattr(config, name):
-                context.record[f"{name}_digest"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+        context.record |= inputs_record(context)
         self.seconds = 0.0
         self.pending: dict[str, Any] | None = None
         self.signals = Signals(loud=context.main)
@@ -162,6 +151,7 @@ class Run:
             for x, y in self._batches():
                 phase = self.phase
                 terms = self.train_step(x, y)
+                phase.step += 1
                 over, ends = phase.step == phase.end, phase.step % per_epoch == 0
                 due = phase.step % every == 0 or phase.step == phase.course_end
                 if self.context.device.type == "cpu" or phase.step % 10 == 0 or due or self.signals.number:
@@ -274,10 +264,10 @@ class Run:
     def _logged(self) -> bool:
         """Evaluate the pending epoch and write what is known of it; False if a signal came, and it is still pending."""
         assert self.pending is not None
-        line, phase, alone = dict(self.pending), self.phase, self.context.world == 1
+        line, phase = dict(self.pending), self.phase
         if "top1" not in line and (line["epoch"] % self.config.eval_every == 0 or phase.step >= phase.course_end):
             try:
-                line["top1"] = phase.scores(stop=lambda: alone and self.signals.number is not None)["top1"]
+                line["top1"] = self._score()
             except Interrupted:
                 return False
         phase.keep(line)
@@ -294,6 +284,15 @@ class Run:
             self.context.accelerator.log(numbers, step=self._global_step())
         return True
 
+    def _score(self) -> float:
+        """Top-1 of the network as the pending epoch has left it.
+
+        Raises:
+            Interrupted: a signal came. Several processes do not stop here: they could not agree where.
+        """
+        alone = self.context.world == 1
+        return self.phase.scores(stop=lambda: alone and self.signals.number is not None)["top1"]
+
     # -- state ----------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self) -> None:
@@ -306,7 +305,7 @@ class Run:
             "seconds": self.seconds,
             "record": self.record,
             "pending": self.pending,
-            "course": self._course(),
+            "course": course(self.context),
             "given": self.given,
         }
         self.folder.save(self._global_step(), tensors, values)
@@ -347,31 +346,8 @@ class Run:
                 score_dense(self.context, self.context.dense())
             self.phase = Dense(self.context)
 
-    def _course(self) -> dict[str, Any]:
-        """What the steps of a run depend on besides its configuration: it must be the same when it goes on."""
-        parts, names = self.parts, ("dense_epochs", "per_epoch", "lr", "dense_lr")
-        data = {"training images": parts.data.train_size, "classes": parts.data.classes}
-        return {**data, "batch_size": self.config.batch_size, **{name: getattr(parts, name) for name in names}}
-
-    def _check_inputs(self, state: dict[str, Any]) -> None:
-        """Refuse to go on with other data, another model or other files than the run began with."""
-        began = f"since the run in {self.out} began"
-        if state["given"] != self.given:
-            names = ", ".join(state["given"]) or "none of data, cost and model"
-            raise RunError(f"{self.out} holds a run that was given {names} in Python: pass the same, resume=True")
-        if changed := [name for name, value in self._course().items() if state["course"][name] != value]:
-            found = "; ".join(f"{name} {self._course()[name]} (was {state['course'][name]})" for name in changed)
-            raise RunError(f"the data has changed {began}: {found}; put it back, or begin again with another --out")
-        for name in INPUTS:
-            if state["record"].get(f"{name}_digest") != self.record.get(f"{name}_digest"):
-                file = getattr(self.config, name)
-                raise RunError(f"{file} has changed {began}; put the old one back")
-        if state["record"]["dense_digest"] != self.record["dense_digest"]:
-            what = self.config.weights if "model" not in self.given and self.config.weights else "the dense model"
-            raise RunError(f"{what} has changed {began}; put the old weights back")
-
     def _take_up(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        self._check_inputs(state)
+        check_inputs(self.context, self.out, self.given, state)
         if state["processes"] != self.context.world:
             warnings.warn(
                 f"the run began with {state['processes']} processes and goes on with {self.context.world}: that is "
@@ -413,31 +389,14 @@ class Run:
                     f"{self._last()}: mend this, then {self._command()}"
                 ) from error
         if isinstance(self.parts.cost, LatencyCost):
-            self.record.update(self._timed(model, self.parts.cost))
+            own = (self.parts.model, model) if context.main else None
+            self.record.update(predicted(self.parts.cost, model) | measured(self.parts.cost, own, context.device))
         if self.folder is not None:
             self.folder.report(self.record)
         context.accelerator.wait_for_everyone()
         if self.config.trackers:
             context.accelerator.end_training()
         return Result(model, context.dense().eval(), self.out / "compact", self.record, context.main)
-
-    def _timed(self, model: nn.Module, cost: LatencyCost) -> dict[str, Any]:
-        """What the table predicts, and what the clock says where this is the device of the table."""
-        table, device = cost.table, self.context.device
-        found: dict[str, Any] = {
-            "unit": table.unit,
-            "dense_predicted": cost.outside + cost.dense,
-            "predicted": cost.of_widths(model, [site.widths for site in sites(model)]),
-        }
-        if self.context.main and table.device == device_name(device):
-            try:
-                with precision(table.precision) as dtype:
-                    like = (device, dtype, table.batch, table.mode, table.unit)
-                    networks = (self.parts.model, model)
-                    found["dense_measured"], found["measured"] = (network_cost(one, *like) for one in networks)
-            except (RuntimeError, ValueError) as error:
-                warnings.warn(f"the result is saved, but its time cannot be measured here: {error}", stacklevel=2)
-        return found
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

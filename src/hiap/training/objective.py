@@ -6,8 +6,10 @@ prunable cost, feasibility is on probabilities.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +22,10 @@ from hiap.models.registry import sites
 from hiap.pruning.attach import gates_by_block
 from hiap.pruning.count import expected_counts
 from hiap.speed.inference import Optimized, optimize
+from hiap.training.config import Config
 
 __all__ = [
+    "Objective",
     "Teacher",
     "cost_terms",
     "distillation",
@@ -105,6 +109,56 @@ def feasibility_terms(model: nn.Module, k_min: float, gamma_attn: float, gamma_f
     return {"feasible_head": head, "feasible_dim": dim, "feasible_ffn": ffn}
 
 
+class Objective:
+    """The loss of a batch: labels, and what a teacher says.
+
+    Args:
+        autocast: the context that forwards run in.
+        unwrap: the network inside what processes and precision have put around it.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        teacher: Teacher | None,
+        autocast: Callable[[], AbstractContextManager[Any]],
+        unwrap: Callable[[nn.Module], nn.Module],
+    ) -> None:
+        self.config, self.teacher, self.autocast, self.unwrap = config, teacher, autocast, unwrap
+
+    def terms(self, model: nn.Module, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+        """The loss of a batch, term by term."""
+        config, teacher = self.config, self.teacher
+        own, goals_of = self._watched(model) if teacher is not None and config.features_weight else ([], [])
+        with self.autocast(), watch_blocks(own) as features:
+            logits = model(x).float()
+        terms = {"task": task_loss(logits, target, config.smoothing)}
+        if teacher is not None:
+            with self.autocast(), watch_blocks(goals_of) as goals:
+                teacher_logits = teacher(x)
+            terms["distill"] = distillation(logits, teacher_logits, config.distill_temperature)
+            if own:
+                terms["features"] = feature_distance(features, goals)
+        return terms
+
+    def _watched(self, model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+        """The blocks whose outputs are compared, of the network and of its teacher."""
+        assert self.teacher is not None
+        own, goals = [site.module for site in sites(self.unwrap(model))], self.teacher.blocks
+        chosen = watched_blocks(len(own))
+        return [own[i] for i in chosen], [goals[i] for i in chosen]
+
+    def weighted(self, terms: dict[str, Tensor], weights: Mapping[str, float] = MappingProxyType({})) -> Tensor:
+        """The loss: the sum of its terms.
+
+        Args:
+            weights: of terms that are not about the batch; 1 where there is none.
+        """
+        share = self.config.distill_weight if "distill" in terms else 0.0
+        weights = {"task": 1.0 - share, "distill": share, "features": self.config.features_weight, **weights}
+        return torch.stack([weights.get(name, 1.0) * value for name, value in terms.items()]).sum()
+
+
 class Teacher:
     """A frozen model that sees the student's batch in its own normalisation and size.
 
@@ -127,6 +181,8 @@ class Teacher:
     ) -> None:
         self.model = model.eval().requires_grad_(False).to(device)
         self.fast = _optimized(self.model, dtype, last_block=not watched) if dtype is not None else None
+        if self.fast is not None:
+            self.model.to("cpu")  # it has done its part
         mean_s, std_s, mean_t, std_t = (
             torch.tensor(list(values), device=device).view(1, -1, 1, 1) for values in (*student, *teacher)
         )

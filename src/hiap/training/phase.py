@@ -18,10 +18,9 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from hiap.data.images import mix_seed
-from hiap.models.registry import sites
 from hiap.pruning.attach import gates, parameter_groups
 from hiap.training.context import Context
-from hiap.training.objective import Teacher, distillation, feature_distance, task_loss, watch_blocks, watched_blocks
+from hiap.training.objective import Teacher
 from hiap.training.optimizer_state import group_counters, pack_optimizer, set_group_counters, unpack_optimizer
 
 __all__ = ["Phase", "Tensors", "Values", "part"]
@@ -58,6 +57,7 @@ class Phase:
         config = context.config
         self.context, self.network, self.teacher, self.step, self.end = context, network, teacher, step, end
         self.facts: dict[str, Any] = {}
+        self.objective = context.objective(teacher)
         groups = [group for group in self.parameter_groups() if group["params"]]
         self.optimizer = create_optimizer_v2(groups, opt=config.opt, lr=self.lr, weight_decay=config.weight_decay)
         warmup = WARMUP * self.epochs if config.warmup_epochs is None else min(config.warmup_epochs, self.epochs)
@@ -103,6 +103,11 @@ class Phase:
         """Terms of the loss that are not about the batch."""
         return {}
 
+    @property
+    def penalty_weights(self) -> dict[str, float]:
+        """Their weights, where they are not 1."""
+        return {}
+
     def measured(self) -> dict[str, Any]:
         """What the metrics say of the network at the end of an epoch."""
         return {}
@@ -117,7 +122,7 @@ class Phase:
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def train_step(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        """One optimiser step. Returns the named terms of the loss."""
+        """One optimiser step; the loop counts it. Returns the named terms of the loss."""
         context, config, accelerator = self.context, self.context.config, self.context.accelerator
         number = self.step + self.noise_seed
         torch.manual_seed(mix_seed(config.seed, number, context.rank))
@@ -143,7 +148,6 @@ class Phase:
         if self.ema is not None:
             self.ema.update(self.network, step=self.step)
         self.after_step(scale)
-        self.step += 1
         return total
 
     def _mix(self, x: Tensor, y: Tensor, number: int) -> tuple[Tensor, Tensor]:
@@ -158,37 +162,11 @@ class Phase:
 
     def terms(self, model: nn.Module, x: Tensor, target: Tensor) -> dict[str, Tensor]:
         """The loss of a batch, term by term."""
-        config, accelerator, teacher = self.context.config, self.context.accelerator, self.teacher
-        depth = len(self.context.parts.sites)
-        watched = watched_blocks(depth) if teacher is not None and config.features_weight else ()
-        own = [site.module for site in sites(accelerator.unwrap_model(model))] if watched else []
-        with accelerator.autocast(), watch_blocks([own[i] for i in watched]) as features:
-            logits = model(x).float()
-        terms = {"task": task_loss(logits, target, config.smoothing)}
-        if teacher is not None:
-            goals_of = [teacher.blocks[i] for i in watched]
-            with accelerator.autocast(), watch_blocks(goals_of) as goals:
-                teacher_logits = teacher(x)
-            terms["distill"] = distillation(logits, teacher_logits, config.distill_temperature)
-            if watched:
-                terms["features"] = feature_distance(features, goals)
-        return terms | self.penalties()
+        return self.objective.terms(model, x, target) | self.penalties()
 
     def weighted(self, terms: dict[str, Tensor]) -> Tensor:
         """The loss: the sum of its terms, each with its weight."""
-        config = self.context.config
-        share = config.distill_weight if "distill" in terms else 0.0
-        weights = {
-            "task": 1.0 - share,
-            "distill": share,
-            "features": config.features_weight,
-            "macro": config.lambda_macro or 0.0,
-            "micro": config.lambda_micro or 0.0,
-            "feasible_head": config.beta_head,
-            "feasible_dim": config.beta_dim,
-            "feasible_ffn": config.beta_ffn,
-        }
-        return torch.stack([weights.get(name, 1.0) * value for name, value in terms.items()]).sum()
+        return self.objective.weighted(terms, self.penalty_weights)
 
     # -- the network ------------------------------------------------------------------------------------------------
 

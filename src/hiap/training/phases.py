@@ -27,7 +27,6 @@ from hiap.training.context import Context
 from hiap.training.objective import Teacher, cost_terms, feasibility_terms
 from hiap.training.optimizer_state import carry_optimizer
 from hiap.training.phase import Phase, Tensors, Values, part
-from hiap.training.setup import make_teacher
 
 __all__ = ["Dense", "Recover", "Search", "align", "projection_interval", "restore", "score_dense"]
 
@@ -109,7 +108,7 @@ class Search(Phase):
         dense = context.dense()
         if fresh and "dense_top1" not in context.record:
             score_dense(context, dense)
-        teacher = make_teacher(config, dense, parts.norm, parts.other_teacher)
+        teacher = context.teacher(dense)
         if fresh and (config.align_heads if config.align_heads is not None else config.target):
             align(context, dense)
         network = attach(dense, parts.kinds, config.keep_blocks, logit=config.start_logit, seed=config.seed)
@@ -146,6 +145,19 @@ class Search(Phase):
             return {}
         floors = config.min_heads, config.min_value_dims, config.min_neurons
         return cost_terms(self.network, self.context.parts.cost) | feasibility_terms(self.network, *floors)
+
+    @property
+    def penalty_weights(self) -> dict[str, float]:
+        config = self.context.config
+        if self.penalty is not None:
+            return {}
+        return {
+            "macro": config.lambda_macro or 0.0,
+            "micro": config.lambda_micro or 0.0,
+            "feasible_head": config.beta_head,
+            "feasible_dim": config.beta_dim,
+            "feasible_ffn": config.beta_ffn,
+        }
 
     def after_step(self, scale: float) -> None:
         controller, schedule, after = self.controller, self.context.schedule, self.step + 1
@@ -292,7 +304,7 @@ def restore(context: Context, tensors: Tensors, values: Values) -> Phase:
 def _recover(context: Context, topology: Topology, verified: Sequence[float] | None) -> Recover:
     """The phase with a network of the topology, whose weights are still to come."""
     config, parts, dense = context.config, context.parts, context.dense()
-    teacher = make_teacher(config, dense, parts.norm, parts.other_teacher)
+    teacher = context.teacher(dense)
     if verified is None:
         network = fixed(context, attach(dense, parts.kinds, config.keep_blocks, seed=config.seed))
     else:

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Sequence
 from itertools import cycle, islice, product
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import timm
 import torch
@@ -25,51 +25,54 @@ from hiap.nn.compact import Widths
 from hiap.nn.granularities import PAPER
 from hiap.pruning.count import expected_counts, macs_of_widths
 from hiap.training.config import Config
-from hiap.training.evaluate import evaluate
+from hiap.training.context import Context
 from hiap.training.loop import Run
 from hiap.training.objective import cost_terms, feasibility_terms
-from hiap.training.setup import make_teacher, model_arguments
+from hiap.training.phases import Recover, Search, align
+from hiap.training.setup import model_arguments
 
 BATCHES = 26  # that one-shot rankings are estimated on
 FIVE = (*PAPER, "qk_dim")
 
 
-class Peer(Run):
-    """A run that trains a network made from the dense one: no gates, no search, nothing saved."""
+class Peer:
+    """A run of one phase: a network made from the dense one is trained for the whole of it. No gates, no search.
+
+    Attributes:
+        dense: the dense model on the device; its heads are aligned where the configuration wants it.
+    """
 
     def __init__(self, config: Config, out: Path, data: Data, make: Callable[[Peer], nn.Module]) -> None:
-        super().__init__(config, out, data=data)
-        self.make = make
+        self.make, self.run = make, Run(config, out, data=data, first=self._phase)
+        self.context, self.config, self.data = self.run.context, self.run.config, self.run.parts.data
+        self.dense, self.dense_macs = self.context.dense(), self.run.parts.dense_macs
+        self.objective = self.context.objective(self.context.teacher(self.dense))
 
     def network(self) -> nn.Module:
         """What is to be trained."""
-        self.teacher = make_teacher(self.config, self.dense, self.norm, self.parts.other_teacher)
         if self.config.align_heads:
-            self._align()
-        return self.make(self).to(self.device)
+            align(self.context, self.dense)
+        return self.make(self).to(self.context.device)
+
+    def _phase(self, context: Context) -> Recover:
+        phase = Recover(context, self.network(), self.objective.teacher, facts={})
+        self.record["top1_before"] = phase.scores()["top1"]
+        return phase
 
     def train(self) -> nn.Module:
-        self.raw, self.stage, self.average = self.network(), "recover", None
-        self._prepare()
-        self.record["top1_before"] = self._accuracy()
-        self._stage_loop(self.stop)
-        trained = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
-        network: nn.Module = (self.average.module if self.average else trained).eval()
-        self.record["top1"] = evaluate(network, self.data, self.config.batch_size, self.accelerator.autocast)["top1"]
+        self.run.begin()
+        self.run.fit()
+        network = self.run.phase.result()
+        self.record["top1"] = self.context.scores(network)["top1"]
         return network
 
-    def save_checkpoint(self) -> None:
-        pass
-
-    def _facts(self, widths: Any) -> dict[str, Any]:
-        return {}
-
-    def _widths(self) -> list[Any]:
-        return []
+    @property
+    def record(self) -> dict[str, Any]:
+        return self.context.record
 
     def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """What the run minimises, for a ranking."""
-        return self._weighted(self._terms(model, x, y))
+        return self.objective.weighted(self.objective.terms(model, x, y))
 
     @property
     def target(self) -> float:
@@ -80,61 +83,45 @@ class Peer(Run):
         return islice(self.data.train(0, 0, self.config.batch_size, 0, 1), BATCHES)
 
 
-class Penalised(Run):
-    """Gates learned under a penalty until they meet the target, then cut to it by their rank at the freeze."""
-
-    options: ClassVar[dict[str, Any]]
-
-    def penalty(self) -> dict[str, tuple[float | Tensor, Tensor]]:
-        """Terms to add to the loss, each with its weight."""
-        raise NotImplementedError
-
-    def missed(self) -> Tensor:
-        """1 as long as the expected cost is above the target, then 0."""
-        assert self.config.target is not None
-        target = Target.parse(self.config.target).absolute(self.dense_macs)
-        return (self.cost.total(expected_counts(self.raw)).detach() > target).float()
-
-    def _terms(self, model: nn.Module, x: Tensor, target: Tensor) -> dict[str, Tensor]:
-        terms = super()._terms(model, x, target)
-        if self.stage == "search":
-            penalty = self.penalty()
-            self.weights = {name: weight for name, (weight, _) in penalty.items()}
-            terms |= {name: value for name, (_, value) in penalty.items()}
-        return terms
-
-    def _weighted(self, terms: dict[str, Tensor]) -> Tensor:
-        own = [weight * terms[name] for name, weight in getattr(self, "weights", {}).items() if name in terms]
-        rest = {name: value for name, value in terms.items() if name not in getattr(self, "weights", {})}
-        return super()._weighted(rest) + sum(own)
-
-    def _control(self, controller: Controller, scale: float) -> None:
-        pass  # nothing is projected: the penalty moves the gates, the rank decides
+# -- penalties: gates are learned under them until they meet the target, then cut to it by their rank -----------------
 
 
-class L1(Penalised):
+def missed(search: Search) -> Tensor:
+    """1 as long as the expected cost is above the target, then 0."""
+    assert search.controller is not None
+    expected = search.context.parts.cost.total(expected_counts(search.network)).detach()
+    return (expected > search.controller.target).float()
+
+
+def l1(search: Search) -> dict[str, Tensor]:
     """ViT-Slim's way: soft masks, without noise, under an l1 penalty; then a threshold."""
-
-    options: ClassVar[dict[str, Any]] = {"noise_start": 0.0, "noise_end": 0.0, "tau_start": 1.0, "tau_floor": 1.0}
-
-    def penalty(self) -> dict[str, tuple[float | Tensor, Tensor]]:
-        masks = torch.cat([gate.probability().flatten() for gate in hiap.gates(self.raw)])
-        weight = 0.05  # at the start as strong as the task's gradient in a median mask
-        return {"l1": (weight * self.missed(), masks.sum())}
+    masks = torch.cat([gate.probability().flatten() for gate in hiap.gates(search.network)])
+    weight = 0.05  # at the start as strong as the task's gradient in a median mask
+    return {"l1": weight * missed(search) * masks.sum()}
 
 
-class Paper(Penalised):
+def paper(search: Search) -> dict[str, Tensor]:
     """The paper's penalties (its ratio 2:1), noise and temperature; as much stronger as the search is shorter."""
+    config, schedule = search.context.config, search.context.schedule
+    terms = cost_terms(search.network, search.context.parts.cost)
+    terms |= feasibility_terms(search.network, config.min_heads, config.min_value_dims, config.min_neurons)
+    times = missed(search) * 300 * search.context.per_epoch / schedule.freeze
+    weights = {"macro": 0.9 * times, "micro": 0.45 * times}
+    return {name: weights.get(name, 1.0) * value for name, value in terms.items()}
 
-    options: ClassVar[dict[str, Any]] = {"noise_end": 1.0}
 
-    def penalty(self) -> dict[str, tuple[float | Tensor, Tensor]]:
-        config = self.config
-        terms = cost_terms(self.raw, self.cost)
-        terms |= feasibility_terms(self.raw, config.min_heads, config.min_value_dims, config.min_neurons)
-        times = self.missed() * 300 * self.per_epoch / self.schedule.freeze
-        weights = {"macro": 0.9 * times, "micro": 0.45 * times}
-        return {name: (weights.get(name, 1.0), value) for name, value in terms.items()}
+def gated_run(method: str, config: Config, out: Path, data: Data, every: int | None = None) -> Run:
+    """A run of HiAP, or of gates under a penalty, which no projection moves.
+
+    Args:
+        every: steps from one move of HiAP's budget to the next, if not the usual ones.
+    """
+    penalty = LEARNED.get(method)
+
+    def search(context: Context) -> Search:
+        return Search(context, every=every if penalty is None else 0, penalty=penalty)
+
+    return Run(config, out, data=data, first=search)
 
 
 # -- one-shot rankings ------------------------------------------------------------------------------------------------
@@ -264,7 +251,7 @@ def from_scratch(run: Peer, widths: Sequence[Widths]) -> nn.Module:
     """A network of these widths with random weights."""
     torch.manual_seed(run.config.seed)
     arguments = model_arguments(run.config) | {"num_classes": run.data.classes}
-    fresh = timm.create_model(run.config.model, **arguments).to(run.device)
+    fresh = timm.create_model(run.config.model, **arguments).to(run.context.device)
     counts = {
         "heads": [one.heads for one in widths],
         "qk_dims": [one.qk_dim for one in widths],
@@ -370,8 +357,12 @@ PEERS: dict[str, Callable[[Peer], nn.Module]] = {
     "depth": depth,
     "random": random_topology,
 }
-LEARNED = {"l1": L1, "paper": Paper}
+LEARNED: dict[str, Callable[[Search], dict[str, Tensor]]] = {"l1": l1, "paper": paper}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "l1": {"noise_start": 0.0, "noise_end": 0.0, "tau_start": 1.0, "tau_floor": 1.0},
+    "paper": {"noise_end": 1.0},
+}
 TIMED = "hiap_time"  # HiAP with a target in time
-GATED = {"hiap": Run, TIMED: Run, **LEARNED}
+GATED = ("hiap", TIMED, *LEARNED)
 SCRATCH = "hiap_scratch"
-ARMS = ("hiap", *PEERS, *LEARNED, SCRATCH, TIMED)
+METHODS = ("hiap", *PEERS, *LEARNED, SCRATCH, TIMED)

@@ -1,6 +1,6 @@
 """What gates cost in training, and what the shrink gives back: time and peak memory of a step, side by side.
 
-    python benchmarks/overhead.py [--model deit_small_patch16_224] [--batch 256] [--teacher regnety_160] [--json FILE]
+    python research/overhead.py [--model deit_small_patch16_224] [--batch 256] [--teacher regnety_160] [--json FILE]
 
 Random images and weights (speed does not depend on them), bf16 autocast, AdamW, the budget control included (importance
 observed every step, logits projected every 100). The teacher is timed by itself. The compact network has half the MACs.

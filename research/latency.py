@@ -1,6 +1,6 @@
 """How well a latency table predicts whole networks: random topologies, predicted against measured.
 
-    python benchmarks/latency.py [--model deit_base_patch16_224] [--dtype bf16] [--batch 256] [--mode compile]
+    python research/latency.py [--model deit_base_patch16_224] [--dtype bf16] [--batch 256] [--mode compile]
         [--topologies 20] [--table FILE] [--json FILE]
 
 Measures a table first, unless one is given that was measured on this device. Heads, q/k dims, value dims and neurons
@@ -18,7 +18,7 @@ import torch
 
 import hiap
 from hiap.budget.latency import MODES, PRECISIONS, LatencyCost, LatencyTable
-from hiap.models.timm import sites
+from hiap.models.registry import sites
 from hiap.speed.clock import device_name, precision
 from hiap.speed.measure import measure, network_cost
 

@@ -1,17 +1,16 @@
-"""Which learning rate suits which run: ViT-Ti pruned to half of its MACs in runs of several sizes, at several rates.
+"""Which learning rate suits which run: ViT-Ti pruned to half of its MACs in runs of several sizes.
 
-    python benchmarks/learning_rates.py --data DIR --weights FILE --records FILE [--start vit_tiny]
-    python benchmarks/learning_rates.py --data DIR --weights FILE --records FILE --dense
-    python benchmarks/learning_rates.py --records FILE --table
+    python research/learning_rates.py --data DIR --weights FILE --records FILE [--start vit_tiny]
+    python research/learning_rates.py --data DIR --weights FILE --records FILE --dense
+    python research/learning_rates.py --records FILE --table
 
-DIR holds the sheets of Tiny-ImageNet. A run is scored on 4,000 of the validation images (columns 0 to 19). `--dense`
-fine-tunes the dense model on 20 of the classes with a new classifier instead: rate of the body, and how many times
-faster the classifier learns. One JSON line a run; what is recorded already is not run again.
+DIR is made by `tiny_imagenet.py`. A run is scored on 4,000 of the validation images (20 of each class). `--dense`
+fine-tunes the dense model on 20 of the classes with a new classifier instead, at several learning rates of the body and
+of the classifier. Each run leaves one JSON line; a run that is recorded is not repeated.
 """
 
 import argparse
 import json
-import math
 import tempfile
 import time
 from collections import defaultdict
@@ -19,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from prune_tiny_imagenet import configuration
-from tiny_imagenet import CLASSES, validation_images
 
+from dense_starts import finetune
 from hiap.data.sources import Augmentation, ByteData
 from hiap.models.weights import dense_model
 from hiap.training.loop import prune
+from prune_tiny_imagenet import configuration
+from tiny_imagenet import CLASSES, read_tiles
 
 RATES = (5e-4, 2e-4, 1e-3, 1e-4, 5e-5, 2e-3)
 RUNS = {  # images a class, batch size, epochs
@@ -44,9 +43,9 @@ def images(folder: Path, per_class: int, classes: int = CLASSES) -> tuple[Any, A
     cache = folder / f"images_{per_class}_{classes}.pt"
     if not cache.exists():
         every = CLASSES // classes
-        parts = [validation_images(folder / f"train_{i}.jpg", range(per_class // 10)) for i in range(10)]
+        parts = [read_tiles(folder / f"train_{i}.jpg", range(per_class // 10)) for i in range(10)]
         train = (torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
-        val = validation_images(folder / "val.jpg", range(50 if classes < CLASSES else 20))
+        val = read_tiles(folder / "val.jpg", range(50 if classes < CLASSES else 20))
         train, val = (tuple(t[y % every == 0] for t in (x, y // every)) for x, y in (train, val))
         torch.save((train, val), cache)
     return torch.load(cache)
@@ -69,36 +68,14 @@ def run(options: argparse.Namespace, per_class: int, batch: int, epochs: int, lr
     return {"top1": record["top1"], "seconds": record["seconds"]}
 
 
-def finetune(options: argparse.Namespace, batch: int, epochs: int, lr: float, faster: int) -> dict[str, Any]:
-    """Train the dense model with a new classifier, whose rate is a multiple of that of the body."""
+def tuned(options: argparse.Namespace, batch: int, epochs: int, lr: float, faster: int) -> dict[str, Any]:
+    """Train the dense model with a new classifier, whose learning rate is a multiple of that of the body."""
     config, device = configuration(options.start, str(options.weights), {}), torch.device("cuda")
     torch.manual_seed(0)
     model = dense_model(config)
     model.reset_classifier(SUBSET)
-    model.to(device)
     data = data_of(config, images(options.data, 500, SUBSET), device, SUBSET)
-    head = list(model.head.parameters())
-    body = [p for name, p in model.named_parameters() if not name.startswith("head.")]
-    groups = [{"params": body, "lr": lr}, {"params": head, "lr": lr * faster}]
-    optimizer = torch.optim.AdamW(groups, weight_decay=0.05)
-    per_epoch = data.train_size // batch
-    steps, warmup, step = epochs * per_epoch, max(1, epochs * per_epoch // 10), 0
-    for epoch in range(epochs):
-        for x, y in data.train(epoch, 0, batch, 0, 1):
-            factor = min((step + 1) / warmup, 0.5 * (1 + math.cos(math.pi * step / steps)))
-            for group, rate in zip(optimizer.param_groups, (lr, lr * faster), strict=True):
-                group["lr"] = rate * factor
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            step += 1
-    model.eval()
-    with torch.no_grad():
-        right = sum((model(x).argmax(1) == y).sum().item() for x, y in data.val(250))
-    return {"top1": 100 * right / data.val_size}
+    return {"top1": finetune(model.to(device), data, epochs, batch, lr, faster)}
 
 
 def jobs(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -132,11 +109,11 @@ def table(records: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="folder with the sheets")
+    parser.add_argument("--data", type=Path, help="folder made by tiny_imagenet.py")
     parser.add_argument("--weights", type=Path, help="weights of the start (safetensors)")
     parser.add_argument("--start", choices=sorted(RUNS), default="vit_tiny")
     parser.add_argument("--records", type=Path, required=True, help="JSON lines, one a run")
-    parser.add_argument("--warmup", type=float, default=0.05, help="share of a run that the rate rises")
+    parser.add_argument("--warmup", type=float, default=0.05, help="share of a run for the warm-up")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no run after so many")
     parser.add_argument("--dense", action="store_true", help="fine-tune the dense model with a new classifier")
     parser.add_argument("--table", action="store_true", help="print what is recorded")
@@ -147,7 +124,7 @@ def main() -> None:
         if time.monotonic() - start > 60 * options.minutes:
             break
         given = {name: value for name, value in job.items() if name not in ("start", "dense", "warmup")}
-        found = finetune(options, **given) if options.dense else run(options, **given)
+        found = tuned(options, **given) if options.dense else run(options, **given)
         known.append({**job, **found, "torch": torch.__version__, "device": torch.cuda.get_device_name()})
         with options.records.open("a") as file:
             file.write(json.dumps(known[-1]) + "\n")

@@ -1,24 +1,30 @@
-"""HiAP against its peers: one dense start, one data set, one budget, one loop. Every run is a record; records add up.
+"""HiAP against its peers: one dense start, one data set, one budget, one training loop. Every run leaves a record.
 
-    python benchmarks/compare.py run --data IMAGES --model NAME [--img-size 224] [--weights FILE] --records FILE
-        [--target 50%] [--epochs 15] [--arms hiap,taylor] [--rates 5e-4,1e-3] [--trial-epochs 5] [--seeds 0,1,2]
+    python research/compare.py run --data IMAGES --model NAME [--img-size 224] [--weights FILE] --records FILE
+        [--target 50%] [--epochs 15] [--methods hiap,taylor] [--rates 5e-4,1e-3] [--trial-epochs 5] [--seeds 0,1,2]
         [--held-out] [--like hiap] [--hours 0.4] [--set KEY=VALUE]
-    python benchmarks/compare.py run --arms hiap_time --target 1.8ms --cost TABLE ... (the same options)
-    python benchmarks/compare.py run --data SHEETS --start vit_tiny --weights FILE --records FILE ... (the same options)
-    python benchmarks/compare.py clock|speed ... (the same options)
-    python benchmarks/compare.py batch --list FILE --jobs 8 ... (options of all lines)
-    python benchmarks/compare.py table --records FILE [--plots DIR]
+    python research/compare.py run --methods hiap_time --target 1.8ms --cost TABLE ... (the same options)
+    python research/compare.py run --data TINY --start vit_tiny --weights FILE --records FILE ... (the same options)
+    python research/compare.py clock|speed ... (the same options)
+    python research/compare.py batch --list FILE --jobs 8 ... (options of all lines)
+    python research/compare.py table --records FILE [--plots DIR]
 
-IMAGES holds `train/` and `val/`, a folder a class in each; SHEETS those of Tiny-ImageNet (`train_0.jpg` ... `val.jpg`).
-Every arm chooses its learning rate from the same grid on a held-out tenth of the training images (sheet 9), with
-seed 0; then it is trained on all of them with its best rate, once for each seed, and scored on the validation set.
-What is already in the records is not run again, so a comparison goes on where it stopped; several processes may share a
-device and the records. Alone on the device, `clock` then times training steps of each arm (once there is such a record,
-tables and plots have no other times), and `speed` a forward of their networks side by side, compiled. `--like hiap`
-gives every other arm as many epochs as fit into HiAP's training time. `hiap_time` is HiAP with a target in time, by a
-table of `hiap measure`. A variant of an arm is made with `--set` and has rows of its own. `batch` takes a list of these
-commands, a line each, several at a time; what stands below a line `wait` is begun when all above it is done. The arms
-of Torch-Pruning need `torch-pruning`, plots `matplotlib`.
+IMAGES holds `train/` and `val/`, with a folder for each class. TINY is the folder that `tiny_imagenet.py` makes.
+
+`run` takes two steps for each method. It tries a grid of learning rates (the same for all methods, seed 0) on a
+held-out tenth of the training images. Then it trains on all of them at the best learning rate, once for each seed, and
+scores on the validation set. A run that is recorded is not repeated, so a comparison continues where it stopped, and
+several processes may share a device and a records file. `--like hiap` gives every other method as many epochs as fit
+into HiAP's training time. `--set` makes a variant of a method, with rows of its own. `hiap_time` is HiAP with a latency
+target, read from a table of `hiap measure`.
+
+`clock` and `speed` measure time and need the device to themselves. `clock` times training steps of each method; once
+there is such a record, tables and plots show no other training times. `speed` times a forward of the pruned networks
+side by side, compiled.
+
+`batch` runs a list of such commands, one on each line, several at a time. Commands below a line `wait` start when all
+above it have finished. `table` prints tables and draws plots. Torch-Pruning's methods need `torch-pruning`, plots need
+`matplotlib`.
 """
 
 import argparse
@@ -40,26 +46,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from arms import ARMS, GATED, LEARNED, PEERS, SCRATCH, TIMED, Peer, counted_macs, from_scratch
-from prune_tiny_imagenet import BASE, STARTS, assignments, configuration, sheets
-from report import CLOCK, KEY, SPEED, read, table, timed
 
 import hiap
 from hiap.budget.controller import BudgetError, Target
 from hiap.budget.latency import LatencyTable
 from hiap.data.sources import ByteData
-from hiap.models.timm import image_size, sites
+from hiap.models.registry import family_of, sites
 from hiap.nn.compact import Widths
 from hiap.pruning.extract import shrink
 from hiap.speed.bench import runner
 from hiap.speed.clock import device_name, materialise, precision, timings
 from hiap.speed.inference import optimize
 from hiap.training.config import Config, read_config
-from hiap.training.loop import projection_interval
+from hiap.training.phases import projection_interval
 from hiap.training.setup import dense_model, load_data
+from methods import (
+    GATED,
+    LEARNED,
+    METHODS,
+    OPTIONS,
+    PEERS,
+    SCRATCH,
+    TIMED,
+    Peer,
+    counted_macs,
+    from_scratch,
+    gated_run,
+)
+from prune_tiny_imagenet import BASE, STARTS, assignments, configuration, tenths
+from record import CLOCK, KEY, SPEED, Record, append, read
+from report import table, timed
 
 KEPT = ("top1", "top1_before", "dense_macs", "expected_macs", "undecided", "soft_top1", "hard_top1")
-OF_SEARCH = {  # options that arms without a search do not read
+OF_SEARCH = {  # options that methods without a search do not read
     *("keep_blocks", "granularities", "ratio", "min_heads", "min_value_dims", "min_neurons", "gate_mode", "gate_lr"),
     *("gate_window", "freeze_at", "shrink", "start_logit", "tau_start", "tau_decay", "tau_floor", "noise_start"),
     *("noise_end", "ramp_start", "ramp_end", "ramp_power", "sharp_start", "sharp_end", "lambda_macro", "lambda_micro"),
@@ -73,14 +92,14 @@ _DATA: dict[bool, ByteData] = {}
 # -- running ----------------------------------------------------------------------------------------------------------
 
 
-def config_of(options: argparse.Namespace, arm: str, lr: float, seed: int, epochs: int) -> Config:
+def config_of(options: argparse.Namespace, method: str, lr: float, seed: int, epochs: int) -> Config:
     given: dict[str, Any] = {"target": options.target, "epochs": epochs, "lr": lr, "seed": seed, "eval_every": 1000}
     given["distill_features"] = 0.0  # one distillation for all, and networks of Torch-Pruning are narrower
-    if arm in LEARNED:  # penalised gates are learned, not set
+    if method in LEARNED:  # penalised gates are learned, not set
         given |= {"gate_mode": "gradient", "granularities": ["head", "block", "value_dim", "neuron"], "gate_lr": 2e-2}
         given |= {"freeze_at": 0.3, "align_heads": False}
-        given |= LEARNED[arm].options
-    given |= {"cost": str(options.cost)} if arm == TIMED else {}
+        given |= OPTIONS[method]
+    given |= {"cost": str(options.cost)} if method == TIMED else {}
     given |= assignments(options.set)
     if options.model is None:
         return configuration(options.start, options.weights, given)
@@ -92,40 +111,41 @@ def data_of(options: argparse.Namespace, config: Config, final: bool, device: to
     """The images of a run; they are read once."""
     if final not in _DATA:
         if options.model is None:
-            _DATA[final] = sheets(options.data, config, final, device, options.limit)
+            _DATA[final] = tenths(options.data, config, final, device, options.limit)
         else:
             model = dense_model(config)
             sites(model)  # refuses what is no ViT
             data = load_data(config, model, device)
             if not isinstance(data, ByteData):
-                raise ValueError("all arms share images that are held in memory: data_device must be cuda or cpu")
+                raise ValueError("all methods share images that are held in memory: data_device must be cuda or cpu")
             _DATA[final] = data if final else data.held_out()
     data = copy.copy(_DATA[final])
     data.seed = config.seed
     return data
 
 
-def run_arm(
-    options: argparse.Namespace, arm: str, config: Config, final: bool | str, device: torch.device
+def run_method(
+    options: argparse.Namespace, method: str, config: Config, final: bool | str, device: torch.device
 ) -> dict[str, Any]:
-    """One run of one arm: what it scores, costs and took."""
+    """One run of one method: its accuracy, cost and time."""
     data = data_of(options, config, final is not False, device)
     steps = data.train_size // config.batch_size
     if final == CLOCK:
         data = data.first(CLOCKED * config.batch_size)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "run")
-        if arm in GATED:
-            run = GATED[arm](config, out, data=data)
+        if method in GATED:
+            every = None
             if final == CLOCK:  # as often as in the whole run, which has a longer search
-                searched = of(options, arm, True)[0]["search"] * options.epochs * steps
-                run.projected_every = projection_interval(round(searched))
+                searched = of(options, method, True)[0].search * options.epochs * steps
+                every = projection_interval(round(searched))
+            run = gated_run(method, config, out, data, every)
             result = run.go()
             network, record, macs = result.model, result.record, hiap.macs(result.model)
-            search = run.schedule.freeze / run.schedule.total
+            search = run.context.schedule.freeze / run.context.schedule.total
         else:
-            peer = peer_of(options, arm, config, final, data, out)
-            network, record, macs, search = peer.train(), peer.record, counted_macs(peer.raw, peer), 0.0
+            peer = peer_of(options, method, config, final, data, out)
+            network, record, macs, search = peer.train(), peer.record, counted_macs(peer.run.phase.network, peer), 0.0
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     longer = steps / (data.train_size // config.batch_size)
     return {
@@ -133,14 +153,14 @@ def run_arm(
         "macs": macs,
         "epoch_s": epoch_seconds(lines, longer),
         "search": search,
-        "widths": None if "torch_pruning" in arm else [vars(site.widths) for site in sites(network)],
+        "widths": None if "torch_pruning" in method else [vars(site.widths) for site in sites(network)],
     }
 
 
 def peer_of(
-    options: argparse.Namespace, arm: str, config: Config, final: bool | str, data: ByteData, out: Path
+    options: argparse.Namespace, method: str, config: Config, final: bool | str, data: ByteData, out: Path
 ) -> Peer:
-    make = PEERS.get(arm) or (lambda peer: from_scratch(peer, hiap_widths(options, config, final)))
+    make = PEERS.get(method) or (lambda peer: from_scratch(peer, hiap_widths(options, config, final)))
     return Peer(config, out, data, make)
 
 
@@ -151,13 +171,13 @@ def epoch_seconds(lines: list[dict[str, Any]], longer: float) -> dict[str, float
 
 
 def hiap_widths(options: argparse.Namespace, config: Config, final: bool | str) -> list[Widths]:
-    """What HiAP found in the run that is recorded with the same seed, at its best rate."""
-    tried = sorted(of(options, "hiap", False), key=lambda record: -record["top1"])
-    best = [record["lr"] for record in tried]
-    for record in sorted(of(options, "hiap", final is not False), key=lambda record: record["lr"] not in best[:1]):
-        if record["seed"] == config.seed:
-            return [Widths(**one) for one in record["widths"]]
-    raise SystemExit(f"{SCRATCH} trains HiAP's topology: run the arm hiap with seed {config.seed} first")
+    """What HiAP found in the run that is recorded with the same seed, at its best learning rate."""
+    tried = sorted(of(options, "hiap", False), key=lambda record: -record.top1)
+    best = [record.lr for record in tried]
+    for record in sorted(of(options, "hiap", final is not False), key=lambda record: record.lr not in best[:1]):
+        if record.seed == config.seed:
+            return [Widths(**one) for one in record.widths]
+    raise SystemExit(f"{SCRATCH} trains HiAP's topology: run the method hiap with seed {config.seed} first")
 
 
 def setting(options: argparse.Namespace) -> tuple[str, str, str, str]:
@@ -181,92 +201,86 @@ def fingerprint(path: Path) -> str:
     return f"{path.name} {hashlib.sha256(content).hexdigest()[:8]}"
 
 
-def of(options: argparse.Namespace, arm: str, final: bool) -> list[dict[str, Any]]:
-    """The records of an arm in this setting at equal epochs."""
-    place = (*setting(options), options.epochs if final else options.trial_epochs or options.epochs, None, arm)
-    return [
-        record
-        for record in read(options.records)
-        if tuple(record[key] for key in KEY[:7]) == place and record["final"] == final
-    ]
+def of(options: argparse.Namespace, method: str, final: bool) -> list[Record]:
+    """The records of a method in this setting at equal epochs."""
+    place = (*setting(options), options.epochs if final else options.trial_epochs or options.epochs, None, method)
+    return [record for record in read(options.records) if record.key[:7] == place and record.final == final]
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run what is not in the records yet: rates on held-out images, then every seed with the best."""
+    """Run what is not recorded yet: learning rates on held-out images, then every seed at the best one."""
     deadline = time.perf_counter() + 3600 * options.hours
     rates, seeds = [float(rate) for rate in options.rates.split(",")], [int(s) for s in options.seeds.split(",")]
     refused = []
-    for arm in options.arms.split(","):
-        if arm == options.like:  # its runs at equal epochs are those
+    for method in options.methods.split(","):
+        if method == options.like:  # its runs at equal epochs are those
             continue
         try:
             if len(rates) > 1 or options.held_out:
                 for lr in rates:
-                    take_record(options, arm, lr, 0, False, options.trial_epochs or options.epochs, deadline)
+                    take_record(options, method, lr, 0, False, options.trial_epochs or options.epochs, deadline)
             for seed in [] if options.held_out else seeds:
-                epochs = epochs_of(options, arm) if options.like else options.epochs
-                take_record(options, arm, best_rate(options, arm, rates), seed, True, epochs, deadline)
-        except BudgetError as error:  # its kinds of units do not go as far; the other arms go on
-            refused.append(f"{arm}: {error}")
+                epochs = epochs_of(options, method) if options.like else options.epochs
+                take_record(options, method, best_rate(options, method, rates), seed, True, epochs, deadline)
+        except BudgetError as error:  # its kinds of units do not go as far; the other methods go on
+            refused.append(f"{method}: {error}")
     if refused:
-        raise SystemExit("\n".join(["these arms were not run:", *refused]))
+        raise SystemExit("\n".join(["these methods were not run:", *refused]))
 
 
 def clock(options: argparse.Namespace) -> None:
-    """Time an epoch of each stage (by the fastest of three parts), of every arm with finished runs."""
-    for arm in options.arms.split(","):
-        take_record(options, arm, 1e-4, finished_record(options, arm)["seed"], CLOCK, 6 if arm in GATED else 3)
+    """Time an epoch of each stage (by the fastest of three parts), of every method with finished runs."""
+    for method in options.methods.split(","):
+        take_record(options, method, 1e-4, finished_record(options, method).seed, CLOCK, 6 if method in GATED else 3)
 
 
 def speed(options: argparse.Namespace) -> None:
-    """Time a forward of every arm's finished network, all side by side with the dense one, optimised and compiled."""
+    """Time a forward of every method's network, side by side with the dense model, optimised and compiled."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name, mode, batch = ("bf16", "compile+graph", 256) if device.type == "cuda" else ("fp32", "eager", 8)
-    config = config_of(options, options.arms.split(",")[0], 1e-4, 0, options.epochs)
+    config = config_of(options, options.methods.split(",")[0], 1e-4, 0, options.epochs)
     dense = dense_model(config).to(device).eval()
-    finished = {arm: finished_record(options, arm) for arm in options.arms.split(",")}
+    finished = {method: finished_record(options, method) for method in options.methods.split(",")}
     with precision(name) as dtype, torch.no_grad():
-        x = torch.randn(batch, dense.patch_embed.proj.in_channels, *image_size(dense), device=device, dtype=dtype)
+        x = torch.randn(batch, *family_of(dense).input_shape(dense), device=device, dtype=dtype)
         networks = {"dense": copy.deepcopy(dense).to(dtype), "dense, optimised": optimize(dense, dtype, batch)}
-        for arm, record in finished.items():
-            if record["widths"] is None:
-                networks[arm] = made_network(options, arm, record, device).to(dtype).eval()
+        for method, record in finished.items():
+            if record.widths is None:
+                networks[method] = made_network(options, method, record, device).to(dtype).eval()
             else:
-                network = materialise(shrink(copy.deepcopy(dense), [Widths(**one) for one in record["widths"]]), device)
-                networks[arm] = optimize(network, dtype, batch)
+                network = materialise(shrink(copy.deepcopy(dense), [Widths(**one) for one in record.widths]), device)
+                networks[method] = optimize(network, dtype, batch)
         with torch.inference_mode():
             runs = []
             for network in networks.values():
                 torch.compiler.reset()  # some versions hold few networks; their graphs stay
                 runs.append(runner(network, x, mode))
             ms = dict(zip(networks, map(statistics.median, timings(runs, device, 10, 50)), strict=True))
-    for arm, record in finished.items():
-        place = (*setting(options), options.epochs, None, arm, record["lr"], record["seed"], SPEED)
-        found = {"ms": ms[arm], "dense_ms": ms["dense"], "dense_optimised_ms": ms["dense, optimised"]}
+    for method, record in finished.items():
+        place = (*setting(options), options.epochs, None, method, record.lr, record.seed, SPEED)
+        found = {"ms": ms[method], "dense_ms": ms["dense"], "dense_optimised_ms": ms["dense, optimised"]}
         found |= {"batch": batch, "precision": name, "mode": mode}
         write(options, dict(zip(KEY, place, strict=True)) | found, device)
-        print(f"{arm}: {ms[arm]:.3f} ms, {ms['dense'] / ms[arm]:.2f}x", flush=True)
+        print(f"{method}: {ms[method]:.3f} ms, {ms['dense'] / ms[method]:.2f}x", flush=True)
 
 
-def made_network(
-    options: argparse.Namespace, arm: str, record: dict[str, Any], device: torch.device
-) -> torch.nn.Module:
+def made_network(options: argparse.Namespace, method: str, record: Record, device: torch.device) -> torch.nn.Module:
     """The network that a peer trained, as it was at first."""
-    config = config_of(options, arm, record["lr"], record["seed"], options.epochs)
+    config = config_of(options, method, record.lr, record.seed, options.epochs)
     with tempfile.TemporaryDirectory() as folder, torch.enable_grad():
         data = data_of(options, config, True, device)
-        return peer_of(options, arm, config, True, data, Path(folder, "run")).network()
+        return peer_of(options, method, config, True, data, Path(folder, "run")).network()
 
 
-def finished_record(options: argparse.Namespace, arm: str) -> dict[str, Any]:
-    if not (finished := of(options, arm, True)):
-        raise SystemExit(f"{arm} has no finished runs in {options.records} whose network could be timed")
+def finished_record(options: argparse.Namespace, method: str) -> Record:
+    if not (finished := of(options, method, True)):
+        raise SystemExit(f"{method} has no finished runs in {options.records} whose network could be timed")
     return finished[0]
 
 
 def take_record(
     options: argparse.Namespace,
-    arm: str,
+    method: str,
     lr: float,
     seed: int,
     final: bool | str,
@@ -274,28 +288,27 @@ def take_record(
     deadline: float = float("inf"),
 ) -> None:
     """One more record, unless it is there."""
-    place = (*setting(options), epochs, like(options) if final is True else None, arm, lr, seed, final)
-    if any(tuple(record[key] for key in KEY) == place for record in read(options.records)):
-        print(f"{arm} lr {lr:g} seed {seed}: recorded already", flush=True)
+    place = (*setting(options), epochs, like(options) if final is True else None, method, lr, seed, final)
+    if any(record.key == place for record in read(options.records)):
+        print(f"{method} lr {lr:g} seed {seed}: recorded already", flush=True)
         return
     if time.perf_counter() > deadline:
         raise SystemExit("out of time; the same command goes on from here")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = config_of(options, arm, lr, seed, epochs)
+    config = config_of(options, method, lr, seed, epochs)
     if final == CLOCK:
         config.freeze_at = 0.5
-    record = dict(zip(KEY, place, strict=True)) | run_arm(options, arm, config, final, device)
+    record = dict(zip(KEY, place, strict=True)) | run_method(options, method, config, final, device)
     record |= {"trial_epochs": options.trial_epochs} if final is True and options.trial_epochs else {}
     write(options, record, device)
     kind = final if isinstance(final, str) else "final" if final else "held out"
     share = record["macs"] / record["dense_macs"]
-    print(f"{arm} lr {lr:g} seed {seed} {kind}: {record['top1']:.2f} %, {share:.1%}", flush=True)
+    print(f"{method} lr {lr:g} seed {seed} {kind}: {record['top1']:.2f} %, {share:.1%}", flush=True)
 
 
 def write(options: argparse.Namespace, record: dict[str, Any], device: torch.device) -> None:
-    record |= {"device": device_name(device), "torch": torch.__version__, "commit": options.commit or commit()}
-    with options.records.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+    where = {"device": device_name(device), "torch": torch.__version__, "commit": options.commit or commit()}
+    append(options.records, Record.from_dict(record | where))
 
 
 def commit() -> str | None:
@@ -307,27 +320,27 @@ def commit() -> str | None:
         return None
 
 
-def best_rate(options: argparse.Namespace, arm: str, rates: list[float]) -> float:
+def best_rate(options: argparse.Namespace, method: str, rates: list[float]) -> float:
     if len(rates) == 1:
         return rates[0]
-    scores = {record["lr"]: record["top1"] for record in of(options, arm, False) if record["lr"] in rates}
+    scores = {record.lr: record.top1 for record in of(options, method, False) if record.lr in rates}
     return max(scores, key=lambda lr: scores[lr])
 
 
 def like(options: argparse.Namespace) -> str | None:
-    """Whose training time is given to all, and how many epochs that arm has."""
+    """Whose training time is given to all, and how many epochs that method has."""
     return f"{options.like} {options.epochs}" if options.like else None
 
 
-def epochs_of(options: argparse.Namespace, arm: str) -> int:
-    """As many epochs as fit into the training time of the arm `--like` names; the same for all seeds."""
-    records, place = read(options.records), (*setting(options), like(options), arm)
+def epochs_of(options: argparse.Namespace, method: str) -> int:
+    """As many epochs as fit into the training time of the method `--like` names; the same for all seeds."""
+    records, place = read(options.records), (*setting(options), like(options), method)
     for record in records:
-        if (*(record[key] for key in KEY[:4]), record["like"], record["arm"]) == place:
-            return int(record["epochs"])
+        if (*record.key[:4], record.like, record.method) == place:
+            return record.epochs
     took = []
-    for name in (arm, options.like):
-        seconds = [timed(record, records, strict=True)["seconds"] for record in of(options, name, True)]
+    for name in (method, options.like):
+        seconds = [timed(record, records, strict=True).seconds for record in of(options, name, True)]
         if None in seconds or not seconds:
             raise SystemExit(f"--like {options.like} needs finished runs of {name} at equal epochs, and their `clock`")
         took.append(statistics.mean(seconds))
@@ -338,42 +351,51 @@ def add_options(go: argparse.ArgumentParser, function: Callable[[argparse.Namesp
     go.set_defaults(go=function)
     go.add_argument("--data", type=Path, required=True)
     go.add_argument("--weights", help="of the dense start; with --model timm's pretrained ones by default")
-    go.add_argument("--start", choices=sorted(STARTS), default="vit_tiny", help="with the sheets of Tiny-ImageNet")
+    go.add_argument(
+        "--start", choices=sorted(STARTS), default="vit_tiny", help="dense model, with the folder of tiny_imagenet.py"
+    )
     go.add_argument("--model", help="timm name, with a folder of images")
     go.add_argument("--img-size", type=int)
     go.add_argument("--target", default="50%", help="share of the dense model's MACs; with --cost in time")
     go.add_argument("--cost", type=Path, help="a table of `hiap measure`, for hiap_time")
     go.add_argument("--epochs", type=int, default=15)
-    go.add_argument("--arms", default=",".join(arm for arm in ARMS if arm != TIMED))
-    go.add_argument("--rates", default="2e-4,5e-4,1e-3", help="the grid; a single one is taken as it is")
-    go.add_argument("--trial-epochs", type=int, help="of the runs that choose a rate; as many as --epochs by default")
+    go.add_argument(
+        "--methods",
+        "--arms",
+        help="--arms is the old spelling",
+        default=",".join(method for method in METHODS if method != TIMED),
+    )
+    go.add_argument("--rates", default="2e-4,5e-4,1e-3", help="learning rates to try; a single one is used as it is")
+    go.add_argument("--trial-epochs", type=int, help="of the runs that choose a learning rate; as --epochs by default")
     go.add_argument("--seeds", default="0,1,2")
-    go.add_argument("--held-out", action="store_true", help="only the runs that choose a rate")
-    go.add_argument("--like", help="as much training time as this arm took, instead of as many epochs")
+    go.add_argument("--held-out", action="store_true", help="only the runs that choose a learning rate")
+    go.add_argument("--like", help="as much training time as this method took, instead of as many epochs")
     go.add_argument("--hours", type=float, default=1e9, help="start no run after this time")
     go.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of all runs, as YAML")
-    go.add_argument("--limit", type=int, default=50, help="images a class of each sheet; less for a quick try")
+    go.add_argument("--limit", type=int, default=50, help="images of a class in each tenth; fewer for a quick try")
     go.add_argument("--commit", help="to be recorded; that of the checkout by default")
     go.add_argument("--records", type=Path, required=True)
 
 
 def check(options: argparse.Namespace) -> None:
     """Refuse what would fail, or mean something else, after hours."""
-    arms = options.arms.split(",")
-    for arm in [*arms, *([options.like] if options.like else [])]:
-        if arm not in ARMS:
-            raise ValueError(f"unknown arm {arm}; known: {', '.join(ARMS)}")
-    if any("torch_pruning" in arm for arm in arms):
+    methods = options.methods.split(",")
+    for method in [*methods, *([options.like] if options.like else [])]:
+        if method not in METHODS:
+            raise ValueError(f"unknown method {method}; known: {', '.join(METHODS)}")
+    if any("torch_pruning" in method for method in methods):
         if "distill_features" in assignments(options.set):
             raise ValueError("--set distill_features does not go with Torch-Pruning, whose networks are narrower")
         if find_spec("torch_pruning") is None:
-            raise ValueError("the arms of Torch-Pruning need it: pip install torch-pruning, or choose other --arms")
+            raise ValueError(
+                "the methods of Torch-Pruning need it: pip install torch-pruning, or choose other --methods"
+            )
     if not options.data.is_dir():
         raise ValueError(f"--data {options.data} is no folder")
     if not (options.weights or options.model):
         raise ValueError("--weights FILE is missing: those of the dense start")
-    if TIMED in arms:
-        if arms != [TIMED] or not options.cost:
+    if TIMED in methods:
+        if methods != [TIMED] or not options.cost:
             raise ValueError(f"{TIMED} has a target of its own: run it alone, with --cost TABLE")
         if Target.parse(options.target).unit not in ("x", LatencyTable.load(options.cost).unit):
             raise ValueError(
@@ -381,16 +403,18 @@ def check(options: argparse.Namespace) -> None:
             )
     elif options.cost or Target.parse(options.target).unit not in ("share", "macs"):
         wrong = f"--cost {options.cost}" if options.cost else options.target
-        raise ValueError(f"--target must be in MACs, such as 50% or 0.6G, for all arms but {TIMED}; found {wrong}")
+        raise ValueError(f"--target must be in MACs, such as 50% or 0.6G, for all methods but {TIMED}; found {wrong}")
     own = {"lr": "rates", "seed": "seeds", "epochs": "epochs", "target": "target", "data": "data", "model": "model"}
     for name in assignments(options.set):
         if name in own:
             raise ValueError(f"--set {name} would contradict the records: use --{own[name]}")
         if name == "dense_epochs":
-            raise ValueError("--set dense_epochs would give arms different starts: train it first and pass --weights")
-        if name in OF_SEARCH and not set(arms).isdisjoint(PEERS):
-            peers = ", ".join(arm for arm in arms if arm in PEERS)
-            raise ValueError(f"--set {name} means nothing to {peers}: run it for the other --arms alone")
+            raise ValueError(
+                "--set dense_epochs would give methods different starts: train it first and pass --weights"
+            )
+        if name in OF_SEARCH and not set(methods).isdisjoint(PEERS):
+            peers = ", ".join(method for method in methods if method in PEERS)
+            raise ValueError(f"--set {name} means nothing to {peers}: run it for the other --methods alone")
     options.records.parent.mkdir(parents=True, exist_ok=True)
 
 
@@ -431,7 +455,7 @@ def main() -> None:
         add_options(commands.add_parser(name, help=function.__doc__), function)
     many = commands.add_parser("batch", help=batch.__doc__)
     many.set_defaults(go=batch)
-    many.add_argument("--list", type=Path, required=True, help="commands such as `run --arms hiap`, a line each")
+    many.add_argument("--list", type=Path, required=True, help="commands such as `run --methods hiap`, a line each")
     many.add_argument("--jobs", type=int, default=1, help="at a time")
     show = commands.add_parser("table", help="tables and plots of the records")
     show.set_defaults(go=table)

@@ -1,6 +1,6 @@
 """Every ViT of timm's registry: accepted or refused, and its MACs against torch's own count.
 
-    python benchmarks/registry.py [--json FILE]
+    python research/registry.py [--json FILE]
 
 Models are built on the meta device, so no weights are needed and nothing is computed.
 """

@@ -1,11 +1,11 @@
 """What goes with the units of a branch: the loss measured, against the values that the search gives them.
 
-    python benchmarks/branches.py --data DIR --weights vit_tiny_tin128.safetensors [--start dinov2_small] [--limit 3]
+    python research/branches.py --data DIR --weights vit_tiny_tin128.safetensors [--start dinov2_small] [--limit 3]
 
-DIR holds the sheets of Tiny-ImageNet. Values are the squared gate gradients of 26 batches with every gate open, heads
-turned to axes that can be cut. Then, in one branch at a time, the least of its neurons or dims are closed, or the
-branch; what the loss grows by on held-out images (sheet 9) is given as a share of what the whole branch is worth, and
-next to it the share of all units' value that was closed.
+DIR is made by `tiny_imagenet.py`. Values are the squared gate gradients of 26 batches with every gate open and
+aligned heads. Then, in one branch at a time, the least valuable neurons or dims are closed, or the whole branch. The
+script prints the growth of the loss on the held-out tenth of the training images, as a share of what closing the whole
+branch costs, and beside it the share of the value of all units that was closed.
 """
 
 import argparse
@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from arms import FIVE, Peer, observed
-from prune_tiny_imagenet import STARTS, configuration, sheets
+
+from methods import FIVE, Peer, observed
+from prune_tiny_imagenet import STARTS, configuration, tenths
 
 SHARES = {"neurons": (0.25, 0.5, 0.75, 0.9), "dims": (0.5, 0.75, 0.875)}
 
@@ -30,15 +31,15 @@ def least(values: torch.Tensor, share: float) -> torch.Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with the sheets")
+    parser.add_argument("--data", type=Path, required=True, help="folder made by tiny_imagenet.py")
     parser.add_argument("--start", choices=sorted(STARTS), default="vit_tiny")
     parser.add_argument("--weights", required=True, help="weights of the start (safetensors)")
-    parser.add_argument("--limit", type=int, default=3, help="images a class of each sheet")
+    parser.add_argument("--limit", type=int, default=3, help="images of a class in each tenth")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     given = {"precision": "fp32", "batch_size": 128, "distill_features": 0.0, "align_heads": True}
     config = configuration(options.start, options.weights, given)
-    data = sheets(options.data, config, False, device, options.limit)
+    data = tenths(options.data, config, False, device, options.limit)
     with tempfile.TemporaryDirectory() as folder:
         run = Peer(config, Path(folder, "run"), data, lambda peer: peer.dense)
         run.network()

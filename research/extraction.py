@@ -1,6 +1,6 @@
 """Time of attach + extract, the check of the logits included.
 
-    python benchmarks/extraction.py [--model deit_base_patch16_224] [--json FILE]
+    python research/extraction.py [--model deit_base_patch16_224] [--json FILE]
 
 Random weights: the time does not depend on them. Half of the heads and half of the neurons are closed.
 """

@@ -1,6 +1,6 @@
 """Kill a run at random moments, resume it each time, and compare its result with that of a run left alone.
 
-    python benchmarks/kills.py [--kills 50]
+    python research/kills.py [--kills 50]
 
 Runs on the CPU on digits. Each kill is a SIGKILL after a random time; the run then goes on from its last checkpoint.
 Prints one line a kill and ends with the verdict: bit-identical or not.

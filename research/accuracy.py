@@ -1,36 +1,25 @@
 """Accuracy of a Tiny-ImageNet checkpoint, before and after an extraction with nothing closed.
 
-    python benchmarks/tiny_imagenet.py --data DIR --weights vit_tiny_tin128.safetensors
+    python research/accuracy.py --data DIR --weights vit_tiny_tin128.safetensors
 
-DIR holds `val.jpg`, a sheet of 64-pixel tiles: row i is class i, one column an image. Preprocessing: bytes / 255,
-normalise with mean = std = 0.5, bicubic interpolation to 128 without a crop. One line a model; --json writes JSON.
+DIR is made by `tiny_imagenet.py`. Preprocessing: bytes / 255, normalise with mean = std = 0.5, bicubic interpolation to
+128 pixels without a crop. One line for each model; --json writes JSON.
 """
 
 import argparse
 import json
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 import timm
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from safetensors.torch import load_file
 
 import hiap
+from tiny_imagenet import CLASSES, read_tiles
 
-TILE, CLASSES, SIZE = 64, 200, 128
-
-
-def validation_images(sheet: Path, columns: Iterable[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes (images, 3, 64, 64) and labels of these columns of every class."""
-    pixels = torch.from_numpy(np.array(Image.open(sheet).convert("RGB")))
-    tiles = pixels.view(CLASSES, TILE, -1, TILE, 3).permute(0, 2, 4, 1, 3)  # (class, column, 3, 64, 64)
-    chosen = tiles[:, list(columns)]
-    labels = torch.arange(CLASSES).repeat_interleave(chosen.shape[1])
-    return chosen.flatten(0, 1), labels
+SIZE = 128
 
 
 def vit_tiny(weights: Path) -> torch.nn.Module:
@@ -57,7 +46,7 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, required=True, help="ViT-Ti weights (safetensors)")
     parser.add_argument("--json", type=Path, help="write the result here")
     options = parser.parse_args()
-    images, labels = validation_images(options.data / "val.jpg", range(50))
+    images, labels = read_tiles(options.data / "val.jpg", range(50))
     dense = vit_tiny(options.weights)
     compact = hiap.extract(dense, hiap.Topology.from_counts(dense))
     result = {}

@@ -1,0 +1,64 @@
+"""What a run is given, and must be given again when it goes on: data, weights, files."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hiap.errors import RunError
+from hiap.pruning.saving import digest_tensors
+from hiap.training.context import Context
+
+__all__ = ["check_inputs", "course", "inputs_record"]
+
+FILES = ("teacher_weights", "cost")  # that must not change between two parts of a run
+
+
+def inputs_record(context: Context) -> dict[str, Any]:
+    """What is reported of the inputs of a run."""
+    parts = context.parts
+    record: dict[str, Any] = {
+        "dense_macs": parts.dense_macs,
+        "dense_params": sum(p.numel() for p in parts.model.parameters()),
+        "lr": parts.lr,
+        "dense_digest": digest_tensors(parts.model.state_dict()),
+    }
+    for name in FILES:
+        if file := getattr(context.config, name):
+            record[f"{name}_digest"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return record
+
+
+def course(context: Context) -> dict[str, Any]:
+    """What the steps of a run depend on besides its configuration: it must be the same when it goes on."""
+    parts, names = context.parts, ("dense_epochs", "per_epoch", "lr", "dense_lr")
+    data = {"training images": parts.data.train_size, "classes": parts.data.classes}
+    return {**data, "batch_size": context.config.batch_size, **{name: getattr(parts, name) for name in names}}
+
+
+def check_inputs(context: Context, out: Path, given: Sequence[str], state: dict[str, Any]) -> None:
+    """Refuse to go on with other data, another model or other files than the run began with.
+
+    Args:
+        given: what came from Python instead of the configuration.
+        state: of the checkpoint.
+
+    Raises:
+        RunError: naming what has changed.
+    """
+    began, now = f"since the run in {out} began", course(context)
+    if state["given"] != given:
+        names = ", ".join(state["given"]) or "none of data, cost and model"
+        raise RunError(f"{out} holds a run that was given {names} in Python: pass the same, resume=True")
+    if changed := [name for name, value in now.items() if state["course"][name] != value]:
+        found = "; ".join(f"{name} {now[name]} (was {state['course'][name]})" for name in changed)
+        raise RunError(f"the data has changed {began}: {found}; put it back, or begin again with another --out")
+    for name in FILES:
+        if state["record"].get(f"{name}_digest") != context.record.get(f"{name}_digest"):
+            raise RunError(f"{getattr(context.config, name)} has changed {began}; put the old one back")
+    if state["record"]["dense_digest"] != context.record["dense_digest"]:
+        weights = context.config.weights
+        what = weights if "model" not in given and weights else "the dense model"
+        raise RunError(f"{what} has changed {began}; put the old weights back")

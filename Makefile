@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test quick clean
+.PHONY: demo test quick docs clean
 
 demo: .venv/installed
 	rm -rf demo
@@ -18,6 +18,10 @@ quick: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 -m "not slow"
+
+docs: .venv/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open site/index.html"
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv

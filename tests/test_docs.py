@@ -1,17 +1,183 @@
-"""What the docs show is run."""
+"""What the docs show is run, what they link to exists, and the site builds.
 
+Every page may use the names that `scratch` provides: `model` and `my_vit` (tiny timm ViTs of two classes),
+`train_loader`, `val_loader`, `images` (a batch), `hiap`, `timm`, `torch`, the folder `photos/` and the weights
+`my.safetensors`. Models that a page makes with timm are made tiny and without pretrained weights, and runs have a few
+epochs and no loader workers, whatever the page says. Blocks of a page share one namespace and one folder, in order.
+"""
+
+import ast
+import importlib.util
+import os
+import pydoc
 import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import safetensors.torch
+import timm
+import torch
+import yaml
+from torch.utils.data import DataLoader, TensorDataset
 
 import hiap
+from conftest import write_photos
+from hiap.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[1]
+TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 3}
+PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+GENERATED = ["docs/options.md", "docs/commands.md"]
+RESEARCH = ("docs/results.md", "docs/choices.md")  # their commands are of benchmarks/ and need a GPU
+GUIDES = [page for page in PAGES if page not in RESEARCH] + GENERATED
+REALLY_RUN = ("docs/prune.md", "docs/read_result.md")  # pages whose commands are run, not only read
+LAUNCHERS = ("accelerate", "torchrun")
+FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+MAKE, READ = timm.create_model, hiap.read_config
+CHOICES = {
+    "data_device": "loader cpu cuda",
+    "accounting": "exact paper",
+    "gate_mode": "importance gradient",
+    "precision": "fp32 bf16 fp16",
+    "keep": "last best",
+}
+EPOCHS = 3  # of every run
+
+
+def hooks() -> ModuleType:
+    """docs/hooks.py, which writes the generated pages."""
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs/hooks.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+HOOKS = hooks()
+NAMES = HOOKS.option_names()
+
+
+def text_of(page: str) -> str:
+    made = {"docs/options.md": HOOKS.options_page, "docs/commands.md": HOOKS.commands_page}
+    return made[page]() if page in made else (ROOT / page).read_text()
+
+
+def fences(page: str) -> list[tuple[str, str]]:
+    """The language and the text of each code block of a page."""
+    return [(found[2].strip(), found[3]) for found in FENCE.finditer(text_of(page))]
 
 
 def blocks(file: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / file).read_text(), re.MULTILINE | re.DOTALL)
+    return [text for language, text in fences(file) if language == "python"]
+
+
+def commands(block: str) -> list[list[str]]:
+    """The words of each command of a shell block."""
+    lines = block.replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def read_config(source: Any = None, overrides: dict[str, Any] | None = None) -> hiap.Config:
+    """What `hiap.read_config` gives back in a page: a short run."""
+    return replace(READ(source, overrides), epochs=EPOCHS, workers=0)
+
+
+def small_model(name: str, pretrained: bool = False, **given: Any) -> torch.nn.Module:
+    """What `timm.create_model` gives back in a page: the same kind of model, tiny and with random weights."""
+    return MAKE(name, **given) if name.startswith("local-dir:") else MAKE(name, **{**TINY, **given})
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """A folder to run a page in, and the names it may use."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(timm, "create_model", small_model)
+    monkeypatch.setattr(hiap, "read_config", read_config)
+    write_photos(tmp_path / "photos")
+    torch.manual_seed(0)
+    vit = small_model("vit_tiny_patch16_224", num_classes=2).eval()
+    safetensors.torch.save_file(vit.state_dict(), "my.safetensors")
+    loaders = [
+        DataLoader(TensorDataset(torch.randn(n, 3, 32, 32), torch.arange(n) % 2), batch_size=8, shuffle=n > 16)
+        for n in (32, 16)
+    ]
+    yield {
+        "hiap": hiap,
+        "timm": timm,
+        "torch": torch,
+        "model": vit,
+        "my_vit": small_model("vit_tiny_patch16_224", num_classes=2).eval(),
+        "train_loader": loaders[0],
+        "val_loader": loaders[1],
+        "images": torch.randn(4, 3, 32, 32),
+    }
+
+
+def check_command(words: list[str]) -> list[str] | None:
+    """Check a command of a page; returns the arguments of a `hiap` command, also behind a launcher."""
+    program, *rest = words
+    if program in LAUNCHERS:
+        start = rest.index("-m") + 1
+        assert rest[start] == "hiap", f"{words}: a launcher of the docs starts `-m hiap`"
+        return check_command(rest[start:])
+    if program == "hiap":
+        check_options(HOOKS.command_line().parse_args(rest))
+        return rest
+    if program == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert rest and set(rest) <= set(targets), f"{words}: no such target"
+    elif program == "pip":
+        known = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+        named = re.findall(r"\[([\w,]+)\]", " ".join(rest))
+        assert {extra for names in named for extra in names.split(",")} <= set(known), f"{words}: no such extra"
+    elif program in ("python", "python3"):
+        assert (ROOT / rest[0]).is_file(), f"{words}: no such file"
+    elif program != "cd":
+        raise AssertionError(f"{words}: {program} is no program that the tests can check")
+    return None
+
+
+def check_options(options: Any) -> None:
+    """Check the values of a `hiap prune` or `plan`, with empty files in the place of those it names."""
+    given = {name: value for name in NAMES if (value := getattr(options, name, None)) is not None}
+    if options.command not in ("prune", "plan") or getattr(options, "resume", False):
+        return
+    for name in ("weights", "teacher_weights", "cost"):
+        if name in given and not os.path.exists(given[name]):
+            Path(given[name]).touch()
+    hiap.read_config(options.config, given)
+
+
+def shortened(arguments: list[str]) -> list[str]:
+    """The arguments of a command that takes seconds; of two values of an option the last counts."""
+    few = ["--epochs", str(EPOCHS)] if arguments[0] in ("prune", "plan") and "--resume" not in arguments else []
+    alone = ["--workers", "0"] if arguments[0] in ("prune", "plan", "evaluate") else []
+    once = ["--runs", "3", "--warmup", "1"] if arguments[0] == "bench" else []
+    return [*arguments, *few, *alone, *once]
+
+
+@pytest.mark.parametrize("page", [page for page in GUIDES if page != "docs/own_loop.md"])  # which has its own test
+def test_every_code_block_of_a_page_runs(page: str, scratch: dict[str, Any]) -> None:
+    for number, (language, text) in enumerate(fences(page), 1):
+        if language == "python":
+            exec(compile(text, f"{page}, block {number}", "exec"), scratch)
+        elif language in ("sh", ""):
+            for words in commands(text):
+                arguments = check_command(words)
+                if arguments and page in REALLY_RUN:
+                    assert main(shortened(arguments)) == 0, words
+        elif language == "yaml":
+            Path("mine.yaml").write_text(text)
+            hiap.read_config("mine.yaml")
+        else:
+            assert language == "text", f"{page}: a block of {language!r} cannot be run"
 
 
 def test_the_loop_of_ones_own_runs_as_it_stands(
@@ -31,3 +197,123 @@ def test_the_loop_of_the_readme_is_python_that_names_what_exists() -> None:
     compile(loop, "README.md", "exec")
     for name in re.findall(r"hiap\.(\w+)", loop):
         assert hasattr(hiap, name)
+
+
+@pytest.mark.parametrize(
+    "command", ["a --target 50%", "prune --data photos/ --target fifty", "prune --data x --tarket 1G"]
+)
+def test_a_command_that_hiap_does_not_take_is_noticed(command: str, scratch: dict[str, Any]) -> None:
+    with pytest.raises((SystemExit, hiap.HiapError)):
+        check_command(["hiap", *command.split()])
+
+
+# -- links ------------------------------------------------------------------------------------------------------------
+
+
+def slugs(text: str) -> set[str]:
+    """The anchors of a page: of its headings, and those it gives itself."""
+    text = FENCE.sub("", text)
+    found = set(re.findall(r"\{ ?#([\w-]+) ?\}", text))
+    for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
+        found.add(re.sub(r"[^\w\- ]", "", plain.strip().lower()).replace(" ", "-"))
+    return found | set(re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE))
+
+
+def broken_links(page: str, text: str) -> list[str]:
+    """Relative links of a page that lead nowhere."""
+    wrong = []
+    for link in LINK.findall(FENCE.sub("", text)):
+        name, _, anchor = link.partition("#")
+        if re.match(r"[a-z]+:", link):
+            continue
+        target = os.path.normpath(os.path.join(os.path.dirname(page), name)) if name else page
+        in_site = page.startswith("docs/") and target in [*GENERATED, "docs/changelog.md"]  # not in a checkout
+        found = target == page or in_site or (ROOT / target).exists()
+        if found and anchor and target.endswith(".md"):
+            found = anchor in slugs(text if target == page else text_of(target))
+        wrong += [] if found else [link]
+    return wrong
+
+
+@pytest.mark.parametrize("page", [*PAGES, *GENERATED, "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_every_relative_link_and_anchor_leads_somewhere(page: str) -> None:
+    assert broken_links(page, text_of(page)) == []
+
+
+def test_a_broken_link_is_noticed() -> None:
+    text = "# One two\n[a](#one-two) [b](#three) [c](nowhere.md) [d](format.md#nothing) [e](method.md) ![f](x.png)\n"
+    assert broken_links("docs/new.md", text) == ["#three", "nowhere.md", "format.md#nothing", "x.png"]
+    assert broken_links("README.md", "[a](docs/options.md) [b](docs/method.md)") == ["docs/options.md"]
+
+
+# -- reference --------------------------------------------------------------------------------------------------------
+
+
+def test_every_option_is_on_the_options_page_with_its_choices() -> None:
+    rows = [line for line in HOOKS.options_page().splitlines() if line.startswith("| `--")]
+    assert [re.match(r"\| `--([\w-]+)`", row)[1].replace("-", "_") for row in rows] == NAMES
+    for name, words in CHOICES.items():
+        assert f" One of {', '.join(f'`{word}`' for word in words.split())}." in rows[NAMES.index(name)]
+    assert sum("One of" in row for row in rows) == len(CHOICES)
+
+
+def test_every_command_is_on_the_page_of_the_command_line() -> None:
+    page = HOOKS.commands_page()
+    for name, parser in HOOKS.parsers().items():
+        assert f"\n## hiap {name}\n\n{parser.description}\n" in page
+    for flag in ("--resume", "--topology", "--unit", "--against"):
+        assert f"| `{flag}" in page
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_every_option_that_a_page_mentions_exists(page: str) -> None:
+    known = {
+        flag for parser in HOOKS.parsers().values() for action in parser._actions for flag in action.option_strings
+    }
+    known |= {"--version", "--help"}
+    others = (*LAUNCHERS, "pip ", "make ", "benchmarks/", "pytest", "mkdocs")
+    lines = [line for line in text_of(page).splitlines() if not any(other in line for other in others)]
+    assert {flag for line in lines for flag in OPTION.findall(line)} - known == set()
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    listed = re.findall(r"^::: (hiap\.[\w.]+)$", text_of("docs/api.md"), re.MULTILINE)
+    assert [path for path in listed if pydoc.locate(path) is None] == []
+    assert set(hiap.__all__) <= {path.rpartition(".")[2] for path in listed}
+
+
+def test_the_messages_that_troubleshooting_quotes_are_those_of_the_sources() -> None:
+    said = []
+    for file in (ROOT / "src/hiap").rglob("*.py"):
+        said += [node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)]
+    said = [text for text in said if isinstance(text, str)]
+    quoted = re.findall(r'^#+ "(.*)"$', text_of("docs/troubleshooting.md"), re.MULTILINE)
+    assert len(quoted) > 20
+    for part in [part for quote in quoted for part in quote.split(" ... ")]:
+        assert any(part in text for text in said), part
+
+
+def test_the_functions_that_the_method_page_names_exist() -> None:
+    rows = [line.split("|")[-2] for line in text_of("docs/method.md").splitlines() if line.startswith("| ")]
+    named = [name for row in rows for name in re.findall(r"`(hiap\.[\w.]+)`", row)]
+    assert len(named) > 15
+    assert [name for name in named if pydoc.locate(name) is None] == []
+
+
+# -- the site ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path / "site"), strict=True)
+    config.plugins.on_startup(command="build", dirty=False)
+    build(config)
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    named = re.findall(r"[\w]+\.md", str(nav))
+    assert len(named) >= 14
+    for name in named:
+        html = (tmp_path / "site" / name.replace(".md", ".html")).read_text()
+        assert "https://" not in re.sub(r"<a [^>]*>", "", html), f"{name} loads something from elsewhere"

@@ -137,7 +137,7 @@ def run_method(
         if method in GATED:
             every = None
             if final == CLOCK:  # as often as in the whole run, which has a longer search
-                searched = of(options, method, True)[0].search * options.epochs * steps
+                searched = records_of(options, method, True)[0].search * options.epochs * steps
                 every = projection_interval(round(searched))
             run = gated_run(method, config, out, data, every)
             result = run.go()
@@ -172,9 +172,9 @@ def epoch_seconds(lines: list[dict[str, Any]], longer: float) -> dict[str, float
 
 def hiap_widths(options: argparse.Namespace, config: Config, final: bool | str) -> list[Widths]:
     """What HiAP found in the run that is recorded with the same seed, at its best learning rate."""
-    tried = sorted(of(options, "hiap", False), key=lambda record: -record.top1)
+    tried = sorted(records_of(options, "hiap", False), key=lambda record: -record.top1)
     best = [record.lr for record in tried]
-    for record in sorted(of(options, "hiap", final is not False), key=lambda record: record.lr not in best[:1]):
+    for record in sorted(records_of(options, "hiap", final is not False), key=lambda record: record.lr not in best[:1]):
         if record.seed == config.seed:
             return [Widths(**one) for one in record.widths]
     raise SystemExit(f"{SCRATCH} trains HiAP's topology: run the method hiap with seed {config.seed} first")
@@ -201,7 +201,7 @@ def fingerprint(path: Path) -> str:
     return f"{path.name} {hashlib.sha256(content).hexdigest()[:8]}"
 
 
-def of(options: argparse.Namespace, method: str, final: bool) -> list[Record]:
+def records_of(options: argparse.Namespace, method: str, final: bool) -> list[Record]:
     """The records of a method in this setting at equal epochs."""
     place = (*setting(options), options.epochs if final else options.trial_epochs or options.epochs, None, method)
     return [record for record in read(options.records) if record.key[:7] == place and record.final == final]
@@ -273,7 +273,7 @@ def made_network(options: argparse.Namespace, method: str, record: Record, devic
 
 
 def finished_record(options: argparse.Namespace, method: str) -> Record:
-    if not (finished := of(options, method, True)):
+    if not (finished := records_of(options, method, True)):
         raise SystemExit(f"{method} has no finished runs in {options.records} whose network could be timed")
     return finished[0]
 
@@ -323,7 +323,7 @@ def commit() -> str | None:
 def best_rate(options: argparse.Namespace, method: str, rates: list[float]) -> float:
     if len(rates) == 1:
         return rates[0]
-    scores = {record.lr: record.top1 for record in of(options, method, False) if record.lr in rates}
+    scores = {record.lr: record.top1 for record in records_of(options, method, False) if record.lr in rates}
     return max(scores, key=lambda lr: scores[lr])
 
 
@@ -340,7 +340,7 @@ def epochs_of(options: argparse.Namespace, method: str) -> int:
             return record.epochs
     took = []
     for name in (method, options.like):
-        seconds = [timed(record, records, strict=True).seconds for record in of(options, name, True)]
+        seconds = [timed(record, records, strict=True).seconds for record in records_of(options, name, True)]
         if None in seconds or not seconds:
             raise SystemExit(f"--like {options.like} needs finished runs of {name} at equal epochs, and their `clock`")
         took.append(statistics.mean(seconds))

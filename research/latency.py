@@ -18,7 +18,7 @@ import torch
 
 import hiap
 from hiap.budget.latency import MODES, PRECISIONS, LatencyCost, LatencyTable
-from hiap.models.registry import sites
+from hiap.models.registry import widths_of
 from hiap.speed.clock import device_name, precision
 from hiap.speed.measure import measure, network_cost
 
@@ -27,7 +27,7 @@ def random_topology(model: torch.nn.Module, chance: random.Random) -> hiap.Topol
     def gone() -> bool:
         return chance.random() < 0.1
 
-    dense = [site.widths for site in sites(model)]
+    dense = widths_of(model)
     return hiap.Topology.from_counts(
         model,
         heads=[None if gone() else chance.randint(1, w.heads) for w in dense],
@@ -69,7 +69,7 @@ def main() -> None:
     chance = random.Random(0)
     for i in range(options.topologies):
         compact = hiap.extract(model, random_topology(model, chance))
-        predicted = cost.of_widths(compact, [site.widths for site in sites(compact)])
+        predicted = cost.of_widths(compact, widths_of(compact))
         with precision(options.dtype):
             rows.append(
                 (str(i), predicted, network_cost(compact, device, PRECISIONS[options.dtype], options.batch, table.mode))

@@ -1,11 +1,13 @@
 import argparse
 import copy
+import gc
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -670,6 +672,27 @@ def test_the_result_comes_with_the_dense_model_it_began_with(tmp_path: Path) -> 
     before = copy.deepcopy(run.parts.model.state_dict())
     dense = run.go().dense
     assert all(torch.equal(tensor, before[name]) for name, tensor in dense.state_dict().items())
+
+
+@pytest.mark.parametrize("teacher", ["none", "self"])
+def test_after_the_shrink_the_dense_network_stays_only_to_teach(teacher: str, tmp_path: Path) -> None:
+    run = Run(tiny(teacher=teacher, ema=0.9), tmp_path / "run", data=noise_data(512, 8))
+    run.begin()
+    search, found = run.phase, {}
+    searched = weakref.ref(search.network)
+    search.step = search.end
+    run.phase = search.next()
+    del search
+    gc.collect()
+    kept = {id(p) for p in [*run.parts.model.parameters(), *run.parts.controller.model.parameters()]}
+    dense = [p for p in run.parts.model.parameters() if p.shape == (3 * 16, 16)]  # a whole qkv
+    found = [
+        p
+        for p in gc.get_objects()
+        if isinstance(p, torch.nn.Parameter) and p.shape == dense[0].shape and id(p) not in kept
+    ]
+    assert searched() is None
+    assert len(found) == (len(dense) if teacher == "self" else 0)
 
 
 def test_no_shrink_ends_with_the_same_budget(tmp_path: Path) -> None:

@@ -2,10 +2,10 @@
 
 A branch, the attention or the FFN of a block, can be built in many widths, or not at all. Each choice has a cost and a
 loss: the values of the units it has no room for, where cost is proportional to them; else the part of the branch's own
-value that goes with theirs. To choose one for each branch is a knapsack, solved by Lagrange's method: at a rate of so
-much loss for so much cost every branch chooses by itself, and the rate is the least at which the network fits. What
-room is left is then filled; where units are too large for that, a dynamic programme finds what uses the budget. Costs
-may have steps and fixed parts.
+value that goes with theirs. Choosing one width for each branch is a knapsack, solved with a Lagrange multiplier: for a
+given multiplier each branch picks its width independently, and the multiplier is the least one for which the network
+fits. Room that is left is then filled; where units are too large for that, a dynamic programme finds what uses the
+budget. Costs may have steps and fixed parts.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from hiap.atomic import write_text
 from hiap.budget.cost import Cost
 from hiap.errors import LatencyError
 from hiap.models.family import Site
-from hiap.models.registry import family_of, sites
+from hiap.models.registry import family_of, widths_of
 from hiap.nn.compact import Widths
 from hiap.pruning.count import Counts
 
@@ -209,7 +209,7 @@ class LatencyCost(Cost):
         self._axes = [_axis([0, *table.heads]), _axis(table.qk_dim), _axis(table.value_dim)]
         self._neurons = [_axis([0, *table.neurons])]
         self._known: dict[tuple[int, ...], float] = {}
-        widths = [site.widths for site in sites(model)]
+        widths = widths_of(model)
         self.dense = sum(self._branches(one) for one in widths)
 
     @classmethod

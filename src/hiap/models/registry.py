@@ -7,8 +7,9 @@ from torch import nn
 from hiap.errors import CheckpointError, InputError, UnsupportedModelError
 from hiap.models.family import Family, Site
 from hiap.models.timm import TIMM
+from hiap.nn.compact import Widths
 
-__all__ = ["family_named", "family_of", "register_family", "sites"]
+__all__ = ["family_named", "family_of", "register_family", "sites", "widths_of"]
 
 _FAMILIES: dict[str, Family] = {TIMM.name: TIMM}
 
@@ -66,3 +67,8 @@ def sites(model: nn.Module) -> list[Site]:
         UnsupportedModelError: with the module, the reason and what would be needed.
     """
     return family_of(model).sites(model)
+
+
+def widths_of(model: nn.Module) -> list[Widths]:
+    """The widths of the blocks of a model, in their order."""
+    return [site.widths for site in sites(model)]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hiap.models.family import ImageSize
-from hiap.models.registry import family_of, sites
+from hiap.models.registry import family_of, widths_of
 from hiap.nn.compact import Widths
 from hiap.pruning.attach import gates_by_block, is_gated
 from hiap.pruning.topology import Topology, harden
@@ -29,7 +29,7 @@ def macs(model: nn.Module, img_size: ImageSize = None, round_to: int = 1) -> int
         img_size: of the input; the model's own by default.
         round_to: the multiple that widths are padded to; it concerns gated models only.
     """
-    widths = [site.widths for site in sites(model)]
+    widths = widths_of(model)
     if is_gated(model):
         blocks = harden(model).blocks
         widths = [block.widths(dense, round_to) for block, dense in zip(blocks, widths, strict=True)]
@@ -69,7 +69,7 @@ def expected_counts(model: nn.Module) -> Counts:
     no gate is open.
     """
     probabilities = [{k: gate.probability() for k, gate in kinds.items()} for kinds in gates_by_block(model)]
-    widths = [site.widths for site in sites(model)]
+    widths = widths_of(model)
     some = next((p for block in probabilities for p in block.values()), torch.ones(1, dtype=torch.float64))
     one = torch.ones(1, device=some.device, dtype=some.dtype)
     rows = []

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hiap.atomic import write_text
 from hiap.errors import InputError, TopologyError
-from hiap.models.registry import sites
+from hiap.models.registry import widths_of
 from hiap.nn.compact import Widths
 from hiap.nn.gates import START_LOGIT
 from hiap.pruning.attach import gates, gates_by_block, is_gated
@@ -92,7 +92,7 @@ class Topology:
         Raises:
             TopologyError: naming block and entry.
         """
-        dense = tuple(site.widths for site in sites(model))
+        dense = tuple(widths_of(model))
         columns = {"heads": heads, "neurons": neurons, "value_dims": value_dims, "qk_dims": qk_dims}
         for name, column in columns.items():
             if column is not None and len(column) != len(dense):
@@ -177,7 +177,7 @@ class Topology:
 
     def check(self, model: nn.Module) -> None:
         """Raise a TopologyError unless the topology was made for a model of these widths."""
-        found = tuple(site.widths for site in sites(model))
+        found = tuple(widths_of(model))
         if len(found) != len(self.dense):
             raise TopologyError(f"the topology has {len(self.dense)} blocks, the model {len(found)}")
         for i, (expected, widths) in enumerate(zip(self.dense, found, strict=True)):
@@ -265,7 +265,7 @@ def harden(model: nn.Module) -> Topology:
     if not all(bool(gate.logit.isfinite().all()) for gate in gates(model)):
         raise InputError("some gate logits are not finite: the run that trained them has diverged")
     entries = []
-    dense = tuple(site.widths for site in sites(model))
+    dense = tuple(widths_of(model))
     for widths, kinds in zip(dense, gates_by_block(model), strict=True):
         open_ = {kind: gate.hard().cpu() for kind, gate in kinds.items()}
         entry: dict[str, Any] = {"heads": widths.heads, "neurons": widths.neurons}

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hiap.budget.latency import PRECISIONS
 from hiap.errors import InputError
-from hiap.models.registry import family_of, sites
+from hiap.models.registry import family_of, widths_of
 from hiap.pruning.count import macs
 from hiap.pruning.extract import provenance_of, shrink
 from hiap.pruning.topology import Topology
@@ -207,7 +207,7 @@ def dense_like(model: nn.Module) -> nn.Module:
         raise InputError("the model is not a compact one, so there is no dense model to set it against")
     family, dense = family_of(model), provenance.dense
     result = family.build_dense(family.describe(model, provenance.recipe), dense)
-    whole = tuple(site.widths for site in sites(result)) == dense
+    whole = tuple(widths_of(result)) == dense
     return materialise(result if whole else shrink(result, dense), torch.device("cpu")).eval()
 
 

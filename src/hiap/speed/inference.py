@@ -1,6 +1,7 @@
 """The same function with less memory traffic, for inference: `optimize` works on dense and compact models alike.
 
-In bf16 the matrix products of a pruned ViT shrink as they should; what is left over does not. Three exact changes:
+In bf16 the matrix products of a pruned ViT shrink as expected; norms, copies and kernel launches then dominate. Three
+exact changes:
 
 - The patch embedding is one matrix product over rows of pixels. Rows of zeros stand for the prefix tokens, so that all
   tokens and positions come from one product and one addition: no convolution, no layout copies, no concatenation.

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hiap.budget.latency import AXES, MODES, PRECISIONS, UNITS, LatencyCost, LatencyError, LatencyTable
-from hiap.models.registry import family_of, sites
+from hiap.models.registry import family_of, widths_of
 from hiap.nn.compact import Widths, shrink_block
 from hiap.pruning.attach import is_gated
 from hiap.speed.clock import Call, device_name, graphed, materialise, precision, timings
@@ -146,7 +146,7 @@ def network_cost(
 
 def predicted(cost: LatencyCost, model: nn.Module) -> dict[str, Any]:
     """What a table says of a compact model and of the dense one it came from."""
-    widths = [site.widths for site in sites(model)]
+    widths = widths_of(model)
     return {
         "unit": cost.table.unit,
         "dense_predicted": cost.outside + cost.dense,

@@ -87,7 +87,7 @@ class Context:
 
     def teacher(self, dense: nn.Module) -> Teacher | None:
         """The teacher of the run, if it has one; `dense` is the dense model on the device, as it is now."""
-        return make_teacher(self.config, dense, self.parts.norm, self.parts.other_teacher)
+        return make_teacher(self.config, dense, self.parts.mean_std, self.parts.other_teacher)
 
     def scores(self, model: nn.Module, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
         """Top-1 and top-5 of a model, in the mode it is in, and how many images were seen.

@@ -56,7 +56,7 @@ def estimate(parts: Setup, device: torch.device) -> float:
     gated = attach(copy.deepcopy(dense), parts.kinds, config.keep_blocks)
     controller = parts.control(gated) if config.target else None
     small = extract(gated, controller.decide(), config.round_to) if controller and config.shrink else gated
-    teacher = make_teacher(config, dense, parts.norm, parts.other_teacher)
+    teacher = make_teacher(config, dense, parts.mean_std, parts.other_teacher)
 
     def step(network: nn.Module, teacher: Teacher | None) -> float:
         return max(_step(network, teacher, x, y, config) * scale, reading)

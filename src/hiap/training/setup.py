@@ -18,7 +18,7 @@ from hiap.budget.latency import UNITS, LatencyCost
 from hiap.budget.target import Target
 from hiap.data.images import Loading
 from hiap.data.sources import Augmentation, ByteData, Data, LoaderData, check_source, open_data
-from hiap.models.registry import family_of, sites
+from hiap.models.registry import family_of, sites, widths_of
 from hiap.models.timm import preprocessing_of
 from hiap.models.weights import teacher_model, trained_model
 from hiap.pruning.attach import attach, check_finite, gates
@@ -220,7 +220,7 @@ def make_schedule(config: Config, steps: int) -> Schedule:
 def make_controller(model: nn.Module, config: Config, cost: Cost, steps: int) -> Controller:
     """The controller of a configuration's target."""
     assert config.target is not None
-    dense = cost.of_widths(model, [site.widths for site in sites(model)])
+    dense = cost.of_widths(model, widths_of(model))
     floors = Floors(config.min_heads, config.min_value_dims, config.min_neurons)
     window = max(10, round(config.gate_window * steps))
     ratio = (config.ratio[0], config.ratio[1])
@@ -304,14 +304,14 @@ class Setup:
         self.trained = config.trained or model is not None
         self.sites = sites(self.model)
         check_finite(self.model)
-        self.norm = normalisation(config, self.model)
+        self.mean_std = normalisation(config, self.model)
         given = None if data is None else as_data(data, config, device, processes)
         self.data = given or load_data(config, self.model, device)
         self.config = config = replace(config, batch_size=config.batch_size or default_batch(config, self.data))
         check_parts(config, processes)
         fitted = fit_classifier(config, self.model, self.name, self.trained, self.data.classes)
         self.new_classifier = fitted and self.trained
-        note_preprocessing(self.model, self.norm, self.data)
+        note_preprocessing(self.model, self.mean_std, self.data)
         check_savable(self.model)
         self.dense_epochs = self._dense_epochs()
         self.per_epoch = steps_per_epoch(config, self.data)

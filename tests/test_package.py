@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 import hiap
 from conftest import make
 from hiap.cli.main import _parser, main
-from hiap.training.config import FIRST, GROUPS, help_of
+from hiap.training.config import read_config
+from hiap.training.options import FIRST, GROUPS, help_of
 
 OPTIONAL = [
     "accelerate",
@@ -182,6 +183,19 @@ def test_help_shows_the_usual_options_and_help_all_the_rest(capsys: pytest.Captu
     assert all(f"\n{title}:\n" in long for title in GROUPS.values())
     assert "--precision {fp32,bf16,fp16}" in short and "likewise" not in long
     assert max(map(len, short.split("examples:")[0].splitlines())) <= 80
+    assert len(FIRST) == 13 and "for ablations:" not in short
+
+
+def test_options_for_ablations_come_last(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["prune", "--help-all"])
+    _, _, last = capsys.readouterr().out.rpartition("\nfor ablations:\n")
+    names = [name for name, _, _ in help_of()]
+    ablations = names[names.index("gate_mode") :]
+    assert [f"--{name.replace('_', '-')}" for name in ablations] == re.findall(r"\n  (--[a-z-]+)", last)
+    assert not {*FIRST} & {*ablations}
+    paper = {"lambda_macro", "accounting", "gate_lr", "tau_decay", "noise_end", "beta_ffn"}
+    assert paper <= {*ablations} and read_config("deit_base_imagenet").lambda_macro == 0.9
 
 
 def test_old_spellings_are_understood(tmp_path: Path) -> None:

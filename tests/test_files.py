@@ -18,7 +18,7 @@ from PIL import Image
 from conftest import write_photos, write_shards
 from hiap.data.files import split_off
 from hiap.data.images import Loading
-from hiap.data.sources import Augmentation, FolderData, check_source, open_data
+from hiap.data.sources import Augmentation, IndexedData, check_source, open_data
 from hiap.training.config import ConfigError, read_config
 
 PLAIN = Loading((16, 16), ((0.5,) * 3, (0.5,) * 3), Augmentation(policy=None), torch.device("cpu"), workers=0)
@@ -33,7 +33,7 @@ def opened(data: Path | str, hold: bool = False, seed: int = 0, strict: bool = F
     return open_data(str(data), replace(PLAIN, seed=seed, strict=strict), hold, **options)
 
 
-def names(data: FolderData) -> tuple[list[str], list[str]]:
+def names(data: IndexedData) -> tuple[list[str], list[str]]:
     train, val = data._train.dataset, data._val.dataset
     return [train.name(i) for i in range(len(train))], [val.name(i) for i in range(len(val))]
 

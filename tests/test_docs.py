@@ -14,6 +14,7 @@ def blocks(file: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (ROOT / file).read_text(), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_loop_of_ones_own_runs_as_it_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

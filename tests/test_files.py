@@ -402,6 +402,7 @@ def test_every_kind_of_image_is_read(photos: Path, kind: str) -> None:
     assert sum(len(y) for _, y in opened(photos, strict=True).val(3)) == 8
 
 
+@pytest.mark.slow
 def test_names_that_sort_alike_have_one_order(tmp_path: Path) -> None:
     """timm takes 01 for 1 and A for a; the order must not depend on a process."""
     for name in ("A", "a", "B", "b", "01", "1"):

@@ -134,6 +134,7 @@ class TestWords:
                 r"^dense    top-1 [\d.]+ % on 16 validation images$", capsys.readouterr().out, re.MULTILINE
             )
 
+    @pytest.mark.slow
     def test_lines_fit_80_columns(self) -> None:
         line = {"stage": "recover", "epoch": 300, "epochs": 300, "loss": 12.3456, "top1": 71.05, "seconds": 4330.0}
         assert len(epoch_line({**line, "hard_macs": 0.613}, "1.2M params")) <= 80
@@ -170,6 +171,7 @@ class TestWords:
             assert main(command) == 0
         assert f"top-1 {scores['top1']:.2f} %" in capsys.readouterr().out
 
+    @pytest.mark.slow
     def test_warnings_of_the_command_are_one_line(self) -> None:
         options = ["--config", "digits", "--model-args", json.dumps(TINY["model_args"]), "--epochs", "1"]
         done = subprocess.run(
@@ -190,6 +192,7 @@ class TestModelsAndDataOfOnesOwn:
         assert all(torch.equal(tensor.cpu(), before[name]) for name, tensor in result.dense.state_dict().items())
         assert hiap.macs(result.model) <= 0.6 * hiap.macs(model)
 
+    @pytest.mark.slow
     def test_loaders_are_trained_on_and_resumed(self, tmp_path: Path) -> None:
         pictures = torch.randn(96, 1, 8, 8, generator=torch.Generator().manual_seed(0))
         images = torch.utils.data.TensorDataset(pictures, torch.arange(96) % 10)

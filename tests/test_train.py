@@ -228,6 +228,7 @@ def test_features_are_compared_with_those_of_the_dense_model(tmp_path: Path) -> 
     )
 
 
+@pytest.mark.slow
 def test_features_alone_can_teach(tmp_path: Path) -> None:
     found = {}
     for weight in (0.0, 10.0):
@@ -558,7 +559,14 @@ class TestConfig:
 
 
 @pytest.mark.parametrize(
-    "given", [{"opt": "lamb"}, {"opt": "lookahead_adamw"}, {"opt": "adafactor"}, {"shrink": False, "ema": 0.9}]
+    "given",
+    [
+        {"opt": "lamb"},
+        *(
+            pytest.param(given, marks=pytest.mark.slow)
+            for given in ({"opt": "lookahead_adamw"}, {"opt": "adafactor"}, {"shrink": False, "ema": 0.9})
+        ),
+    ],
 )
 def test_a_stopped_run_ends_bit_identical(given: dict, tmp_path: Path) -> None:
     wide = {**SMALL["model_args"], "embed_dim": 32}  # so that moments are factored

@@ -308,6 +308,7 @@ def test_a_clock_that_fails_loses_nothing(tmp_path: Path) -> None:
     assert "measured" not in result.record and hiap.load(tmp_path / "run/compact").num_classes == 10
 
 
+@pytest.mark.slow
 def test_a_changed_table_is_noticed(tmp_path: Path) -> None:
     table = synthetic(dim=16, tokens=5)
     table.save(tmp_path / "t.json")
@@ -336,6 +337,7 @@ def test_measuring(tmp_path: Path) -> None:
         measure(hiap.attach(model), CPU, "fp32", 2)
 
 
+@pytest.mark.slow
 def test_measuring_what_is_not_alike_in_all_blocks() -> None:
     dense = make(**MODEL).float()
     counts = {"heads": [None, 4, 1, 2], "neurons": [64, None, 24, 8]}

@@ -26,6 +26,7 @@ OPTIONAL = [
 ]
 
 
+@pytest.mark.slow
 def test_import_is_light() -> None:
     code = (
         "import sys, hiap, torch\n"
@@ -233,6 +234,15 @@ def test_every_error_is_ours_and_what_it_was() -> None:
     assert errors.ConfigError is hiap.ConfigError and errors.RunError is hiap.RunError
 
 
+def test_neither_hiap_nor_its_help_imports_torch() -> None:
+    code = "import sys, hiap; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    for arguments in (["--version"], ["--help"], ["prune", "--help"], ["bench", "--help"]):
+        code = f"import sys; from hiap.cli.main import main\ntry: main({arguments})\nexcept SystemExit: pass\n"
+        subprocess.run([sys.executable, "-c", code + "assert 'torch' not in sys.modules"], check=True)
+
+
+@pytest.mark.slow
 def test_importing_hiap_needs_no_torch_and_tells_timm_when_it_comes() -> None:
     code = """
 import sys, importlib.util
@@ -246,6 +256,3 @@ for name in hiap.__all__:
 """
     subprocess.run([sys.executable, "-c", code], check=True)
     subprocess.run([sys.executable, "-c", "import timm, hiap; assert timm.is_model('hiap_vit')"], check=True)
-    for arguments in (["--version"], ["--help"], ["prune", "--help"]):
-        code = f"import sys; from hiap.cli.main import main\ntry: main({arguments})\nexcept SystemExit: pass\n"
-        subprocess.run([sys.executable, "-c", code + "assert 'torch' not in sys.modules"], check=True)

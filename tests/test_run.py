@@ -249,6 +249,7 @@ def _signalled(run: Run, step: int | None) -> None:
 
 
 class TestKeep:
+    @pytest.mark.slow
     @pytest.mark.parametrize("ema", [0.0, 0.9])
     def test_the_best_epoch_is_the_result(self, ema: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Scores are set by hand, so that the third of four epochs is the best; the run is stopped in the fourth."""
@@ -273,6 +274,7 @@ class TestKeep:
         assert any(not torch.equal(tensor, kept[4][name]) for name, tensor in saved.items())
 
 
+@pytest.mark.slow
 class TestInterruptions:
     def test_a_signal_during_an_evaluation_saves_and_the_evaluation_is_made_up_for(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

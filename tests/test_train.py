@@ -240,6 +240,7 @@ def test_features_alone_can_teach(tmp_path: Path) -> None:
     assert 0 < found[10.0][-1] < found[10.0][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "size", "taught"),
     [({}, 8, True), ({"dynamic_img_size": True}, 12, True), ({"patch_drop_rate": 0.5}, 8, False)],
@@ -629,6 +630,7 @@ def test_what_would_fail_late_is_refused_first(tmp_path: Path) -> None:
     refused(hiap.CheckpointError, r"holds 'notes\.txt', which saving would remove")
 
 
+@pytest.mark.slow
 def test_without_shrink_the_optimiser_is_prepared_once(tmp_path: Path) -> None:
     run = Run(tiny(shrink=False), tmp_path / "run", data=noise_data(1024, 8))
     run.go()
@@ -680,12 +682,14 @@ def test_the_result_comes_with_the_dense_model_it_began_with(tmp_path: Path) -> 
     assert all(torch.equal(tensor, before[name]) for name, tensor in dense.state_dict().items())
 
 
+@pytest.mark.slow
 def test_no_shrink_ends_with_the_same_budget(tmp_path: Path) -> None:
     result = prune(tiny(shrink=False), tmp_path / "run", data=noise_data(1024, 8))
     assert result.record["macs"] <= 0.6 * result.record["dense_macs"]
     assert hiap.macs(hiap.load(tmp_path / "run/compact")) == result.record["macs"]
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_the_loss_terms(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

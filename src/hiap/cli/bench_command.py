@@ -9,7 +9,7 @@ from typing import Any
 
 from hiap.atomic import write_text
 from hiap.cli.arguments import listed, positive
-from hiap.cli.inputs import check_writable, compact_folder, find_device, random_model
+from hiap.cli.lookup import check_writable, compact_folder, find_device, random_model
 from hiap.errors import InputError
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from hiap.cli.arguments import add_config, positive
-from hiap.cli.inputs import compact_folder
+from hiap.cli.lookup import compact_folder
 from hiap.errors import InputError
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hiap.cli.inputs import compact_folder
+from hiap.cli.lookup import compact_folder
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 

@@ -6,7 +6,7 @@ import argparse
 import time
 
 from hiap.cli.arguments import positive
-from hiap.cli.inputs import check_writable, find_device, random_model
+from hiap.cli.lookup import check_writable, find_device, random_model
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 

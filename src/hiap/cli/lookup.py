@@ -1,4 +1,4 @@
-"""What several commands open before they begin: a saved model, a device, a model with random weights, a file."""
+"""What several commands look up before they begin: a saved model, a device, a dense model, a file to write."""
 
 from __future__ import annotations
 

@@ -131,7 +131,11 @@ def write_shards(root: Path, shards: dict[str, list[int]], classes: int = 1000, 
     return f"wds/shards:{root}"
 
 
-@pytest.fixture(params=KINDS)
+# kinds that `make quick` tests, with pooling, tokens, norms and biases of every sort; the others are slow
+QUICK = ("augreg", "siglip", "deit_distilled", "dinov2_registers", "no_proj_bias", "qk_norm", "rms_norm")
+
+
+@pytest.fixture(params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in KINDS])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 

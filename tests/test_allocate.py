@@ -236,6 +236,7 @@ def test_what_costs_nothing_is_taken() -> None:
     assert widths[0].neurons == 64  # as dear as 8
 
 
+@pytest.mark.slow
 def test_the_dense_network_fits_its_own_cost() -> None:
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)

@@ -109,6 +109,7 @@ def test_the_dense_model_is_built_again(widths: dict) -> None:
         dense_like(model)
 
 
+@pytest.mark.slow
 def test_the_papers_topologies_come_along() -> None:
     dense = timm.create_model("deit_base_patch16_224", num_classes=1000)
     for name, macs, padded in (("deit_base_10.1g", 10.08, 10.09), ("deit_base_7.4g", 7.43, 7.45)):

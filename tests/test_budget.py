@@ -151,7 +151,7 @@ def test_a_share_of_parameters_does_not_go_with_a_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["importance", "gradient"])
-@pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 0.95])
+@pytest.mark.parametrize("share", [0.5, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.25, 0.75, 0.95))])
 @pytest.mark.parametrize("ratio", [(5, 1), (2, 1), (1, 2)])
 def test_the_decision_meets_the_target(mode: str, share: float, ratio: tuple[float, float]) -> None:
     for chosen, round_to in itertools.product([PAPER, ("head", "neuron"), ("neuron", "block", "value_dim")], [1, 8]):
@@ -172,6 +172,7 @@ def test_the_decision_meets_the_target(mode: str, share: float, ratio: tuple[flo
         assert hiap.macs(exact) == hiap.macs(compact)  # filled with real units, not with zeros
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     share=st.floats(0.25, 0.95),

@@ -54,6 +54,7 @@ def run_folder(tmp_path: Path) -> Path:
 
 
 class TestEvaluate:
+    @pytest.mark.slow
     def test_a_dense_model_by_its_name_and_weights(self, tmp_path: Path) -> None:
         model = dense()
         save_file(model.state_dict(), tmp_path / "file.safetensors")

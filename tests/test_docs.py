@@ -180,6 +180,7 @@ def test_every_code_block_of_a_page_runs(page: str, scratch: dict[str, Any]) -> 
             assert language == "text", f"{page}: a block of {language!r} cannot be run"
 
 
+@pytest.mark.slow
 def test_the_loop_of_ones_own_runs_as_it_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

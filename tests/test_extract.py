@@ -38,6 +38,7 @@ def block_topologies(draw: st.DrawFn) -> dict:
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     blocks=st.lists(block_topologies(), min_size=3, max_size=3),
@@ -262,6 +263,7 @@ class TestBehavesLikeTimm:
         assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_it_compiles() -> None:
     model = make("layer_scale")
     topology = hiap.Topology.from_counts(model, heads=[2, 0, None], neurons=[16, 8, None], value_dims=[[3, 8], 8, 8])

@@ -18,7 +18,7 @@ from PIL import Image
 from conftest import write_photos, write_shards
 from hiap.data.files import split_off
 from hiap.data.images import Loading
-from hiap.data.sources import Augmentation, FolderData, check_source, open_data
+from hiap.data.sources import Augmentation, IndexedData, check_source, open_data
 from hiap.training.config import ConfigError, read_config
 
 PLAIN = Loading((16, 16), ((0.5,) * 3, (0.5,) * 3), Augmentation(policy=None), torch.device("cpu"), workers=0)
@@ -33,7 +33,7 @@ def opened(data: Path | str, hold: bool = False, seed: int = 0, strict: bool = F
     return open_data(str(data), replace(PLAIN, seed=seed, strict=strict), hold, **options)
 
 
-def names(data: FolderData) -> tuple[list[str], list[str]]:
+def names(data: IndexedData) -> tuple[list[str], list[str]]:
     train, val = data._train.dataset, data._val.dataset
     return [train.name(i) for i in range(len(train))], [val.name(i) for i in range(len(val))]
 
@@ -402,6 +402,7 @@ def test_every_kind_of_image_is_read(photos: Path, kind: str) -> None:
     assert sum(len(y) for _, y in opened(photos, strict=True).val(3)) == 8
 
 
+@pytest.mark.slow
 def test_names_that_sort_alike_have_one_order(tmp_path: Path) -> None:
     """timm takes 01 for 1 and A for a; the order must not depend on a process."""
     for name in ("A", "a", "B", "b", "01", "1"):

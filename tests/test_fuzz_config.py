@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from hiap.cli.main import main
-from hiap.training.config import help_of, read_config
+from hiap.training.config import read_config
+from hiap.training.options import help_of
 
 pytestmark = pytest.mark.slow
 

@@ -323,6 +323,7 @@ def test_the_kinds_are_what_they_say() -> None:
     assert make("no_qkv_bias").blocks[0].attn.qkv.bias is None and make("no_proj_bias").blocks[0].mlp.fc2.bias is None
 
 
+@pytest.mark.slow
 def test_a_gated_model_compiles() -> None:
     model = hiap.attach(make("layer_scale"), ALL)
     scatter_logits(model)

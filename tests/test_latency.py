@@ -62,6 +62,7 @@ def hard(cost: LatencyCost, *widths: int | None) -> float:
     return cost.block(sites(make(**MODEL))[0], Widths(*widths))
 
 
+@pytest.mark.slow
 def test_between_grid_points_the_cost_is_multilinear() -> None:
     cost = LatencyCost(make(**MODEL), synthetic())
     for h, q, v, n in itertools.product([1, 3, 4], [2, 5, 8], [2, 3, 7], [8, 40, 100]):
@@ -92,6 +93,7 @@ def test_the_cost_of_counts_is_that_of_widths_and_differentiable() -> None:
     assert all(g is not None and bool((g >= 0).all()) for g in gradients) and sum(g.sum() for g in gradients) > 0
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_no_width_costs_less_than_a_smaller_one(seed: int) -> None:
@@ -171,6 +173,7 @@ ODD = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_a_mutated_table_is_refused_or_works(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -255,6 +258,7 @@ def test_a_latency_target_is_met(target: str, kinds: tuple[str, ...]) -> None:
         assert limit - max(0.01 * limit, 0.3) <= reached <= limit  # 0.3: a head, or eight neurons and a bit
 
 
+@pytest.mark.slow
 def test_a_run_with_a_latency_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ffn, attention = (lambda n: 1.0 + 0.01 * n), (lambda h, q, v: 1.0 + 0.01 * h * (q + v))
     table = synthetic(attention, ffn, dim=16, tokens=5, mode="eager", device="elsewhere")
@@ -304,6 +308,7 @@ def test_a_clock_that_fails_loses_nothing(tmp_path: Path) -> None:
     assert "measured" not in result.record and hiap.load(tmp_path / "run/compact").num_classes == 10
 
 
+@pytest.mark.slow
 def test_a_changed_table_is_noticed(tmp_path: Path) -> None:
     table = synthetic(dim=16, tokens=5)
     table.save(tmp_path / "t.json")
@@ -332,6 +337,7 @@ def test_measuring(tmp_path: Path) -> None:
         measure(hiap.attach(model), CPU, "fp32", 2)
 
 
+@pytest.mark.slow
 def test_measuring_what_is_not_alike_in_all_blocks() -> None:
     dense = make(**MODEL).float()
     counts = {"heads": [None, 4, 1, 2], "neurons": [64, None, 24, 8]}
@@ -346,6 +352,7 @@ def test_measuring_what_is_not_alike_in_all_blocks() -> None:
         measure(hollow, CPU, "fp32", 1)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "t.json"
     arguments = ["measure", "--model", "test_vit", "--device", "cpu", "--dtype", "fp32", "--batch", "1", "-o", str(out)]

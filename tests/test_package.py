@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 import hiap
 from conftest import make
 from hiap.cli.main import _parser, main
-from hiap.training.config import FIRST, GROUPS, help_of
+from hiap.training.config import read_config
+from hiap.training.options import FIRST, GROUPS, help_of
 
 OPTIONAL = [
     "accelerate",
@@ -25,6 +26,7 @@ OPTIONAL = [
 ]
 
 
+@pytest.mark.slow
 def test_import_is_light() -> None:
     code = (
         "import sys, hiap, torch\n"
@@ -158,7 +160,8 @@ def test_evaluation_needs_no_training_extra(tmp_path: Path, monkeypatch: pytest.
     model = make("one_channel", num_classes=10).float()
     hiap.save(hiap.extract(model, hiap.Topology.from_counts(model, heads=[1, 2, 3])), tmp_path / "compact")
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    monkeypatch.delitem(sys.modules, "hiap.training.loop", raising=False)
+    for name in ("loop", "context"):  # which other tests may have imported
+        monkeypatch.delitem(sys.modules, f"hiap.training.{name}", raising=False)
     assert main(["evaluate", str(tmp_path / "compact"), "--data", "digits"]) == 0
     assert main(["demo", "--out", str(tmp_path / "run")]) == 1
 
@@ -182,6 +185,19 @@ def test_help_shows_the_usual_options_and_help_all_the_rest(capsys: pytest.Captu
     assert all(f"\n{title}:\n" in long for title in GROUPS.values())
     assert "--precision {fp32,bf16,fp16}" in short and "likewise" not in long
     assert max(map(len, short.split("examples:")[0].splitlines())) <= 80
+    assert len(FIRST) == 13 and "for ablations:" not in short
+
+
+def test_options_for_ablations_come_last(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["prune", "--help-all"])
+    _, _, last = capsys.readouterr().out.rpartition("\nfor ablations:\n")
+    names = [name for name, _, _ in help_of()]
+    ablations = names[names.index("gate_mode") :]
+    assert [f"--{name.replace('_', '-')}" for name in ablations] == re.findall(r"\n  (--[a-z-]+)", last)
+    assert not {*FIRST} & {*ablations}
+    paper = {"lambda_macro", "accounting", "gate_lr", "tau_decay", "noise_end", "beta_ffn"}
+    assert paper <= {*ablations} and read_config("deit_base_imagenet").lambda_macro == 0.9
 
 
 def test_old_spellings_are_understood(tmp_path: Path) -> None:
@@ -219,6 +235,15 @@ def test_every_error_is_ours_and_what_it_was() -> None:
     assert errors.ConfigError is hiap.ConfigError and errors.RunError is hiap.RunError
 
 
+def test_neither_hiap_nor_its_help_imports_torch() -> None:
+    code = "import sys, hiap; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    for arguments in (["--version"], ["--help"], ["prune", "--help"], ["bench", "--help"]):
+        code = f"import sys; from hiap.cli.main import main\ntry: main({arguments})\nexcept SystemExit: pass\n"
+        subprocess.run([sys.executable, "-c", code + "assert 'torch' not in sys.modules"], check=True)
+
+
+@pytest.mark.slow
 def test_importing_hiap_needs_no_torch_and_tells_timm_when_it_comes() -> None:
     code = """
 import sys, importlib.util
@@ -232,6 +257,3 @@ for name in hiap.__all__:
 """
     subprocess.run([sys.executable, "-c", code], check=True)
     subprocess.run([sys.executable, "-c", "import timm, hiap; assert timm.is_model('hiap_vit')"], check=True)
-    for arguments in (["--version"], ["--help"], ["prune", "--help"]):
-        code = f"import sys; from hiap.cli.main import main\ntry: main({arguments})\nexcept SystemExit: pass\n"
-        subprocess.run([sys.executable, "-c", code + "assert 'torch' not in sys.modules"], check=True)

@@ -78,6 +78,7 @@ def test_tenths_are_split_and_varied_as_asked(tmp_path: Path) -> None:
     torch.testing.assert_close(next(flipped.train(0, 0, 2000, 0, 1))[0], x.flip(-1), atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", PEERS)
 def test_peers_meet_the_budget(method: str, start, tmp_path: Path) -> None:
     given, data = start
@@ -92,6 +93,7 @@ def test_peers_meet_the_budget(method: str, start, tmp_path: Path) -> None:
     assert 0 <= peer.record["top1"] <= 100 and peer.record["course"]["recover"]["epochs"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", LEARNED)
 def test_penalised_gates_are_cut_to_the_budget(method: str, start, tmp_path: Path) -> None:
     given, data = start
@@ -120,6 +122,7 @@ def test_widths_from_scratch_have_other_weights(start, tmp_path: Path) -> None:
     assert not torch.equal(network.patch_embed.proj.weight, peer.dense.patch_embed.proj.weight)
 
 
+@pytest.mark.slow
 def test_tables_of_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     keys = {"start": "vit", "weights": "w", "set": "", "target": "50%", "epochs": 15, "like": None, "device": "gpu"}
     keys |= {"lr": 5e-4, "macs": 499, "dense_macs": 1000, "epoch_s": {"recover": 4.0}, "search": 0.0}
@@ -343,6 +346,7 @@ def test_a_batch_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert done == ["hiap", "depth", "taylor"]
 
 
+@pytest.mark.slow
 def test_peers_may_have_aligned_heads(start, tmp_path: Path) -> None:
     given, data = start
     turned = []

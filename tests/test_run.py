@@ -134,6 +134,7 @@ class TestWords:
                 r"^dense    top-1 [\d.]+ % on 16 validation images$", capsys.readouterr().out, re.MULTILINE
             )
 
+    @pytest.mark.slow
     def test_lines_fit_80_columns(self) -> None:
         line = {"stage": "recover", "epoch": 300, "epochs": 300, "loss": 12.3456, "top1": 71.05, "seconds": 4330.0}
         assert len(epoch_line({**line, "hard_macs": 0.613}, "1.2M params")) <= 80
@@ -170,6 +171,7 @@ class TestWords:
             assert main(command) == 0
         assert f"top-1 {scores['top1']:.2f} %" in capsys.readouterr().out
 
+    @pytest.mark.slow
     def test_warnings_of_the_command_are_one_line(self) -> None:
         options = ["--config", "digits", "--model-args", json.dumps(TINY["model_args"]), "--epochs", "1"]
         done = subprocess.run(
@@ -190,6 +192,7 @@ class TestModelsAndDataOfOnesOwn:
         assert all(torch.equal(tensor.cpu(), before[name]) for name, tensor in result.dense.state_dict().items())
         assert hiap.macs(result.model) <= 0.6 * hiap.macs(model)
 
+    @pytest.mark.slow
     def test_loaders_are_trained_on_and_resumed(self, tmp_path: Path) -> None:
         pictures = torch.randn(96, 1, 8, 8, generator=torch.Generator().manual_seed(0))
         images = torch.utils.data.TensorDataset(pictures, torch.arange(96) % 10)
@@ -246,6 +249,7 @@ def _signalled(run: Run, step: int | None) -> None:
 
 
 class TestKeep:
+    @pytest.mark.slow
     @pytest.mark.parametrize("ema", [0.0, 0.9])
     def test_the_best_epoch_is_the_result(self, ema: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Scores are set by hand, so that the third of four epochs is the best; the run is stopped in the fourth."""
@@ -270,6 +274,7 @@ class TestKeep:
         assert any(not torch.equal(tensor, kept[4][name]) for name, tensor in saved.items())
 
 
+@pytest.mark.slow
 class TestInterruptions:
     def test_a_signal_during_an_evaluation_saves_and_the_evaluation_is_made_up_for(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

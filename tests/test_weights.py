@@ -105,6 +105,7 @@ class TestMisfits:
         own = {"model_args": {**SMALL, "reg_tokens": 4}}
         assert refusal(state_of(img_size=48, reg_tokens=4), tmp_path, **own).endswith("pass --img-size 48")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("name", "arguments", "asked", "made_of"),
         [

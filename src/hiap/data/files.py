@@ -1,4 +1,4 @@
-"""Lists of image files: folders with a folder a class, CSV tables, and parts of them."""
+"""Lists of image files: folders with one folder for each class, CSV files, and parts of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Files:
     Args:
         listing: paths and names of classes.
         class_names: in the order of their labels.
-        root: what paths are told relative to.
+        root: what paths are relative to in messages.
     """
 
     def __init__(self, listing: Listing, class_names: list[str], root: str) -> None:
@@ -47,7 +47,7 @@ class Files:
 
 
 def folder_parts(data: str, share: float | None) -> tuple[bool, list[str]]:
-    """Whether the folders of classes are right in a folder, and the names of its validation parts.
+    """Whether a folder directly holds the folders of classes, and the names of its validation parts.
 
     Raises:
         ValueError: the folder is not of a form that `list_folder` reads.
@@ -66,10 +66,11 @@ def folder_parts(data: str, share: float | None) -> tuple[bool, list[str]]:
 def list_folder(data: str, share: float | None) -> tuple[Files, Files]:
     """The training and validation images of a folder.
 
-    `train` beside `val`, `validation`, `valid` or `test`, with a folder a class in each; or class folders alone.
+    It holds `train` and one of `val`, `validation`, `valid` and `test`, with a folder for each class; or, if a share is
+    given, just the folders of classes.
 
     Args:
-        share: of the training images, for validation; a validation folder is then left alone.
+        share: of the training images, to validate on; a validation folder is then not used.
 
     Raises:
         ValueError: the folder is not of this form.
@@ -92,7 +93,7 @@ def read_table(data: str, share: float | None) -> tuple[Files, Files]:
     Paths are relative to its folder. A first line `path,label` or `path,label,split` is a header.
 
     Args:
-        share: of the training images, for validation; lines with another split are then left alone.
+        share: of the training images, to validate on; lines with another split are then not used.
 
     Raises:
         ValueError: a line or a file is missing or wrong.
@@ -144,10 +145,10 @@ def _parted(train: Listing, class_names: list[str], root: str, share: float) -> 
 
 
 def split_off(labels: Sequence[int | str], share: float) -> tuple[list[int], list[int]]:
-    """Indices that stay for training and those taken for validation: so much of each class, always the same ones.
+    """Indices for training and for validation: a share of each class, always the same images.
 
-    They do not depend on the seed of a run, so that runs of several seeds, and `hiap evaluate`, see the same images.
-    Every class of two images or more has one in either part; a class of one image is trained.
+    They do not depend on the seed of a run, so that runs with other seeds, and `hiap evaluate`, use the same images.
+    Every class of two images or more has images in both parts; a class of one image is for training.
 
     Raises:
         ValueError: no class has two images.
@@ -168,10 +169,10 @@ def split_off(labels: Sequence[int | str], share: float) -> tuple[list[int], lis
 
 
 def _walk(folder: str, root: str) -> Listing:
-    """The images below a folder, each of the class its own folder is called; in timm's order.
+    """The images below a folder, in timm's order; the name of an image's own folder is its class.
 
-    Every directory is read once, so that links cannot lead round in circles, and by its own name rather than by a link
-    to it. Only regular files count: to open another might wait for ever. Hidden files and folders do not.
+    Every directory is read once, so that links cannot lead in circles, and under its own name rather than that of a
+    link. Only regular files count, since opening another kind might wait for ever. Hidden files and folders do not.
     """
     types = (*get_img_extensions(), *EXTENSIONS)
     found: Listing = []

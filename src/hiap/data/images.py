@@ -1,4 +1,4 @@
-"""From images to batches: the augmentation, its random numbers, and what is done where an image cannot be read."""
+"""From images to batches: augmentation, random numbers, and what happens when an image cannot be read."""
 
 from __future__ import annotations
 
@@ -21,19 +21,8 @@ from torch import Tensor
 from hiap.errors import InputError
 
 __all__ = [
-    *(
-        "MODES",
-        "Augmentation",
-        "Batch",
-        "Loaded",
-        "Loading",
-        "Lost",
-        "Sample",
-        "collate",
-        "converted",
-        "deliver",
-    ),
-    *("mix_seed", "named", "order", "outlive_signals", "transform"),
+    *("MODES", "Augmentation", "Batch", "Loaded", "Loading", "Lost", "Sample"),
+    *("collate", "converted", "deliver", "mix_seed", "named", "order", "outlive_signals", "transform"),
 ]
 
 Batch = tuple[Tensor, Tensor]
@@ -49,7 +38,7 @@ class Augmentation:
         crop: the least share of the area that a random crop keeps; 1 is none.
         flip: probability of a horizontal flip.
         policy: RandAugment string of timm, for data that is read by a loader.
-        erase: probability of random erasing, likewise.
+        erase: probability of random erasing, for data that is read by a loader.
     """
 
     crop: float = 0.35
@@ -67,9 +56,8 @@ class Loading:
         normalisation: mean and std of each channel.
         device: of the batches.
         workers: loader processes.
-        strict: raise on an image that cannot be read instead of replacing it by another of its batch.
-        interpolation, crop_pct, crop_mode: how a loader resizes, and which part of an image validation sees, in timm's
-            words.
+        strict: raise an error for an image that cannot be read, instead of using another of its batch.
+        interpolation, crop_pct, crop_mode: how a loader resizes images and crops those of validation, in timm's words.
     """
 
     size: tuple[int, int]
@@ -115,7 +103,7 @@ class Loading:
 
 
 def mix_seed(*parts: int) -> int:
-    """One seed from several numbers, well spread."""
+    """One seed from several numbers; other numbers give an unrelated seed."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
@@ -130,7 +118,7 @@ def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
 
 
 def converted(image: Image.Image, mode: str) -> Image.Image:
-    """An image in a mode of Pillow, which would cut 16 bits off at 255 instead of scaling them."""
+    """An image in a mode of Pillow. Images of 16 bits are scaled; Pillow itself would cut them off at 255."""
     if image.mode == "I" or image.mode.startswith("I;16"):
         pixels = np.asarray(image).astype(np.float32) / 257
         image = Image.fromarray(pixels.round().clip(0, 255).astype(np.uint8))
@@ -138,10 +126,10 @@ def converted(image: Image.Image, mode: str) -> Image.Image:
 
 
 def outlive_signals(worker: int) -> None:
-    """Let a loader worker go on when SIGTERM or SIGINT comes to the whole group: the run saves first and ends it then.
+    """Keep a loader worker alive when SIGTERM or SIGINT comes to the whole process group: the run saves, then ends it.
 
-    SIGTERM of the process that started it is how torch and `multiprocessing` end a worker, so it is obeyed. Where the
-    sender cannot be known (there is no `sigwaitinfo` on macOS), every SIGTERM is.
+    A SIGTERM from the process that started the worker is obeyed, since torch and `multiprocessing` end workers with it.
+    Where the sender is not known (macOS has no `sigwaitinfo`), every SIGTERM is obeyed.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     owner = multiprocessing.parent_process()  # not always the parent in the system: a fork server may be
@@ -157,7 +145,7 @@ def _await_owner(pid: int) -> None:
 
 
 def transform(change: Any, image: Image.Image, seed: int) -> Tensor:
-    """A transform with random numbers of its own; the generators of the process stay where they are."""
+    """Apply a transform with random numbers of its own; the random state of the process is left as it was."""
     state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         random.seed(seed)
@@ -173,9 +161,9 @@ def transform(change: Any, image: Image.Image, seed: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Lost:
-    """What a loader worker hands on in place of an image.
+    """What a loader worker returns in place of an image it cannot read.
 
-    An error raised in a worker would come with the traceback of two processes; as a value it comes as one line.
+    An error raised in a worker shows the traceback of two processes; a value can be reported in one line.
 
     Attributes:
         name: of the image.
@@ -196,15 +184,16 @@ def named(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMED]) + more
 
 
-def deliver(loaded: Iterable[Loaded], device: torch.device, filled: bool = True) -> Iterator[Batch]:
-    """Batches on the device; what was skipped is warned of when it first happens, and counted at the end.
+def deliver(loaded: Iterable[Loaded], device: torch.device, filled: bool = True, part: bool = False) -> Iterator[Batch]:
+    """Batches on the device. Images that cannot be read are warned of at the first, and counted at the end.
 
     Args:
-        filled: with what `collate` put in place of lost images.
+        filled: keep the images that `collate` put in the place of those that cannot be read.
+        part: these are the images of one process of several, of which none needs to be readable.
 
     Raises:
-        ValueError: no image of a batch can be read; or, where batches are not filled, none at all; or what a worker
-            cannot go on after.
+        ValueError: no image of a batch can be read; or none at all, if batches are not filled; or a worker cannot go
+            on.
     """
     skipped: list[str] = []
     any_read = False
@@ -228,16 +217,16 @@ def deliver(loaded: Iterable[Loaded], device: torch.device, filled: bool = True)
             continue
         any_read = True
         yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-    if skipped and not any_read:
+    if skipped and not any_read and not part:
         raise InputError(f"no image can be read ({named(skipped)}); is this an image data set?")
     if skipped:
         warnings.warn(f"{len(skipped)} images were skipped in this pass: {named(skipped)}", stacklevel=2)
 
 
 def collate(samples: list[Sample]) -> Loaded:
-    """Stack what was read; for each lost image another of the batch is put at the end, so that its size stays.
+    """Stack the images of a batch. Those that could not be read are replaced by others of it, put at the end.
 
-    Where none was read, the batch is empty.
+    If none could be read, the batch is empty.
     """
     read = [sample for sample in samples if not isinstance(sample, Lost)]
     lost = [sample for sample in samples if isinstance(sample, Lost)]

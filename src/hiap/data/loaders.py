@@ -1,4 +1,4 @@
-"""Loaders of one's own: any pair of torch loaders as the data of a run."""
+"""Your own loaders: any pair of torch loaders as the data of a run."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class LoaderData:
     """Two loaders, such as `torch.utils.data.DataLoader`, that yield (images, labels), as the data of a run.
 
     Images are float (B, C, H, W), normalised and of the size the model sees; labels are whole numbers (B). The batches
-    of training are those of its loader, so `batch_size` of the configuration must be the same; a short last one is left
-    out. Loaders are for runs of one process.
+    of training are those of its loader, so `batch_size` of the configuration must be the same; a short last batch is
+    left out. Loaders are for runs of one process.
 
-    Before each pass the random numbers of Python, NumPy and torch, and the generator of the loader where it has one,
-    are seeded by the run's seed and the epoch, and put back afterwards. So the order of `shuffle=True`, and what
-    ordinary loader workers draw, is the same whenever the epoch is. A run that goes on passes over the batches it has
-    seen: it is bit by bit the uninterrupted one if a pass depends on these random numbers alone. With
-    `persistent_workers`, or a sampler that remembers, it does not.
+    Before each pass, the random generators of Python, NumPy and torch, and that of the loader if it has one, are seeded
+    with the run's seed and the epoch; afterwards they are put back. So an epoch always has the same order with
+    `shuffle=True`, and ordinary loader workers draw the same numbers. A resumed run skips the batches it has seen. It
+    repeats the uninterrupted run bit by bit if a pass depends on these generators alone; with `persistent_workers`, or
+    a sampler that keeps a state, it does not.
 
     Args:
         train, val: the loaders; the one for training must have a length.
@@ -60,7 +60,7 @@ class LoaderData:
         self._batch, self._device, self._seed = _batch_size(train), torch.device("cpu"), 0
 
     def bound(self, batch: int, device: torch.device, seed: int, world: int = 1) -> LoaderData:
-        """The same for a run: its batch size (0: that of the loader), device, seed and number of processes.
+        """The same data for a run: its batch size (0: that of the loader), device, seed and number of processes.
 
         Raises:
             ValueError: the loader has batches of another size; there is more than one process.
@@ -95,12 +95,12 @@ class LoaderData:
 
     @property
     def train_size(self) -> int:
-        """Images an epoch uses: those of whole batches."""
+        """Training images of an epoch: those in whole batches."""
         return self.steps * (self._batch or 1)
 
     @property
     def val_size(self) -> int:
-        """Images of the validation loader, 0 where it does not say."""
+        """Images of the validation loader; 0 if it does not say."""
         for thing in (getattr(self._val, "sampler", None), getattr(self._val, "dataset", None)):
             if _sized(thing):
                 return len(thing)  # type: ignore[arg-type]
@@ -128,7 +128,7 @@ class LoaderData:
             raise InputError("the validation loader is empty: give it images")
 
     def _pass(self, loader: Any, epoch: int) -> Iterator[Batch]:
-        """One pass, with random numbers of its own: those of the process stay where they are."""
+        """One pass, with random numbers of its own; the random state of the process is left as it was."""
         seed = mix_seed(self._seed, epoch)
         if hasattr(getattr(loader, "sampler", None), "set_epoch"):
             loader.sampler.set_epoch(epoch)

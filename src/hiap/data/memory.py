@@ -1,19 +1,26 @@
-"""Small data sets as bytes in memory, augmented a batch at a time on the device that holds them."""
+"""Data sets held in memory as bytes, and augmented a batch at a time on the device that holds them."""
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Sequence
 from importlib.resources import as_file, files
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
-from hiap.data.images import Augmentation, Batch, mix_seed, order
+from hiap.data.images import Augmentation, Batch, Loading, Lost, Sample, mix_seed, named, order, outlive_signals
+from hiap.data.indexed import lost, read_image
+from hiap.errors import InputError
 
-__all__ = ["ByteData", "digits"]
+__all__ = ["ByteData", "digits", "read_bytes"]
 
 
 class ByteData:
@@ -63,11 +70,16 @@ class ByteData:
             yield self._vary(images, draws[mine].to(self.device)), self._train[1][chosen[mine]]
 
     def val(self, batch: int) -> Iterator[Batch]:
-        for images, labels in zip(torch.split(self._val[0], batch), torch.split(self._val[1], batch), strict=True):
-            yield self._resize(self._normalise(images)), labels
+        return self.val_part(batch, 0, 1)
+
+    def val_part(self, batch: int, rank: int, world: int) -> Iterator[Batch]:
+        """Every `world`-th batch of `val`, beginning with number `rank`."""
+        images, labels = (torch.split(one, batch)[rank::world] for one in self._val)
+        for some, their in zip(images, labels, strict=True):
+            yield self._resize(self._normalise(some)), their
 
     def held_out(self) -> ByteData:
-        """The same without its validation images: a tenth of the training images, drawn at random, stands for them."""
+        """The same data, with a random tenth of the training images held out for validation instead of its own."""
         other = copy.copy(self)
         generator = torch.Generator("cpu").manual_seed(0)
         mixed = torch.randperm(self.train_size, generator=generator, device="cpu").to(self.device)
@@ -77,7 +89,7 @@ class ByteData:
         return other
 
     def first(self, count: int) -> ByteData:
-        """The same with the first `count` of its training images."""
+        """The same data with only its first `count` training images."""
         other = copy.copy(self)
         other._train = (self._train[0][:count], self._train[1][:count])
         return other
@@ -108,3 +120,49 @@ def digits() -> tuple[Batch, Batch]:
     images, labels = data["images"].unsqueeze(1), data["labels"].long()
     val = torch.arange(len(labels)) % 5 == 0
     return (images[~val], labels[~val]), (images[val], labels[val])
+
+
+class _Bytes(Dataset[Any]):
+    """Images of a data set as bytes of one size."""
+
+    def __init__(self, dataset: Any, loading: Loading) -> None:
+        self.dataset, self.loading = dataset, loading
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Sample:
+        try:
+            image, label = read_image(self.dataset, index, self.loading.mode)
+            pixels = np.array(image.resize(self.loading.size[::-1], Image.Resampling.BICUBIC))
+        except Exception as error:
+            return lost(self.dataset, index, error, self.loading.strict)
+        pixels = pixels[..., None] if pixels.ndim == 2 else pixels
+        return torch.from_numpy(pixels).permute(2, 0, 1).contiguous(), int(label)
+
+
+def read_bytes(dataset: Any, loading: Loading) -> Batch:
+    """A whole data set as bytes of the size the model sees (N, C, H, W), and its labels (N)."""
+    loader = DataLoader(
+        _Bytes(dataset, loading),
+        batch_size=256,
+        num_workers=loading.workers,
+        collate_fn=list,
+        worker_init_fn=outlive_signals,
+    )
+    kept: list[tuple[Tensor, int]] = []
+    skipped: list[str] = []
+    for sample in (sample for batch in loader for sample in batch):
+        if not isinstance(sample, Lost):
+            kept.append(sample)
+        elif sample.fatal is not None:
+            raise InputError(sample.fatal)
+        else:
+            skipped.append(sample.name)
+    if skipped:
+        told = f"{len(skipped)} images cannot be read and are skipped: {named(skipped)}"
+        warnings.warn(f"{told}; --strict-data makes this an error", stacklevel=2)
+    if not kept:
+        raise InputError(f"none of {len(skipped)} images can be read; is this an image data set?")
+    images, labels = zip(*kept, strict=True)
+    return torch.stack(images), torch.tensor(labels)

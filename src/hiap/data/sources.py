@@ -1,45 +1,28 @@
-"""Batches of images that are a function of seed, epoch and position alone, so that a run can go on where it stopped.
+"""Opens the data that `--data` names.
 
-Three kinds of data: bytes held in memory (small sets, augmented a batch at a time on the device that holds them), data
-sets with an index (a folder, a CSV table or a name timm's factory reads), and streams. The images of the last two are
-augmented one at a time by loader workers. Loaders of one's own are a fourth kind, with a promise of their own.
+Whatever it is, its batches depend only on seed, epoch and position, so that a stopped run can resume. There are three
+kinds: sets held in memory (`memory`), sets with an index such as folders (`indexed`), and streams (`streams`). Loaders
+of one's own (`loaders`) are not opened here.
 """
 
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-import numpy as np
-import torch
-from PIL import Image
 from timm.data import create_dataset
 from timm.utils.misc import natural_key
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, Subset
+from torch.utils.data import Subset
 
-from hiap.data.files import HINT, Files, folder_parts, list_folder, read_table, split_off
-from hiap.data.images import (
-    Augmentation,
-    Batch,
-    Loading,
-    Lost,
-    Sample,
-    collate,
-    converted,
-    deliver,
-    mix_seed,
-    named,
-    order,
-    outlive_signals,
-    transform,
-)
+from hiap.data.files import HINT, folder_parts, list_folder, read_table, split_off
+from hiap.data.images import Augmentation, Loading, mix_seed
+from hiap.data.indexed import IndexedData, labels_of
+from hiap.data.interface import Data
 from hiap.data.loaders import LoaderData
-from hiap.data.memory import ByteData, digits
+from hiap.data.memory import ByteData, digits, read_bytes
 from hiap.data.streams import STREAMS, StreamData, check_columns, open_stream
 from hiap.errors import InputError
 
@@ -47,7 +30,7 @@ __all__ = [
     "Augmentation",
     "ByteData",
     "Data",
-    "FolderData",
+    "IndexedData",
     "LoaderData",
     "check_source",
     "digits",
@@ -56,203 +39,11 @@ __all__ = [
 ]
 
 SPLITS = ("train", "validation")
-KINDS = {"torch": "torchvision", "hfds": "datasets", "hfids": "datasets", "wds": "webdataset"}  # and what reads them
-
-
-@runtime_checkable
-class Data(Protocol):
-    """Training and validation batches of one data set; `hiap.prune(config, out, data=...)` takes any object like this.
-
-    A batch is (images, labels): float images (B, C, H, W), normalised, of the size the model sees; whole labels (B)
-    below `classes`; both on the device of the run.
-
-    A run that was stopped goes on bit by bit as if it had not been if the batches are a function of epoch and position
-    (and a seed of one's own) alone. For ordinary loaders of torch there is `LoaderData`.
-
-    Attributes:
-        classes: number of classes.
-        class_names: in the order of the labels, or None; they are saved with the model.
-    """
-
-    classes: int
-    class_names: list[str] | None
-
-    @property
-    def train_size(self) -> int:
-        """Training images. An epoch has `train_size // batch` steps: a rest that fills no batch is left out."""
-
-    @property
-    def val_size(self) -> int:
-        """Validation images."""
-
-    def train(self, epoch: int, start: int, batch: int, rank: int, world: int) -> Iterator[Batch]:
-        """The batches `start`, `start + 1`, ... `train_size // batch - 1` of an epoch.
-
-        Args:
-            batch: images of a batch over all processes; this one has those from `rank * batch // world` to
-                `(rank + 1) * batch // world` of them.
-        """
-
-    def val(self, batch: int) -> Iterator[Batch]:
-        """The whole validation set once, in order, in batches of at most so many; every process sees all of it."""
-
-
-class FolderData:
-    """Data sets with random access, read by loader workers.
-
-    Args:
-        train, val: files, data sets as `timm.data.create_dataset` makes them, or subsets of these.
-    """
-
-    def __init__(self, train: Any, val: Any, class_names: list[str] | None, loading: Loading) -> None:
-        self.loading, self.class_names = loading, class_names
-        vary, plain = loading.transforms()
-        self._train, self._val = _Varied(train, vary, loading), _Varied(val, plain, loading)
-        self.classes = len(class_names) if class_names else max(_labels(train)) + 1
-
-    @property
-    def train_size(self) -> int:
-        return len(self._train)
-
-    @property
-    def val_size(self) -> int:
-        return len(self._val)
-
-    def train(self, epoch: int, start: int, batch: int, rank: int, world: int) -> Iterator[Batch]:
-        indices = order(self.loading.seed, epoch, self.train_size).tolist()
-        batches = [
-            [(epoch, i) for i in indices[p * batch + rank * batch // world : p * batch + (rank + 1) * batch // world]]
-            for p in range(start, self.train_size // batch)
-        ]
-        yield from deliver(self._load(self._train, batches), self.loading.device)
-
-    def val(self, batch: int) -> Iterator[Batch]:
-        keys = [(0, i) for i in range(self.val_size)]
-        loader = self._load(self._val, [keys[i : i + batch] for i in range(0, len(keys), batch)])
-        yield from deliver(loader, self.loading.device, filled=False)
-
-    def _load(self, dataset: _Varied, batches: list[list[tuple[int, int]]]) -> DataLoader[Any]:
-        return DataLoader(
-            dataset,
-            batch_sampler=_Listed(batches),
-            num_workers=self.loading.workers,
-            collate_fn=collate,
-            pin_memory=self.loading.device.type == "cuda",
-            worker_init_fn=outlive_signals,
-        )
-
-
-class _Listed(Sampler[list[tuple[int, int]]]):
-    def __init__(self, batches: list[list[tuple[int, int]]]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-
-class _Varied(Dataset[Any]):
-    """Images by (epoch, index), each transformed with random numbers of its own."""
-
-    def __init__(self, dataset: Any, change: Any, loading: Loading) -> None:
-        self.dataset, self.change, self.loading = dataset, change, loading
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, key: tuple[int, int]) -> Sample:
-        epoch, index = key
-        try:
-            image, label = _read(self.dataset, index, self.loading.mode)
-        except Exception as error:
-            return _lost(self.dataset, index, error, self.loading.strict)
-        return transform(self.change, image, mix_seed(self.loading.seed, epoch, index)), label
-
-
-def _read(dataset: Any, index: int, mode: str) -> tuple[Image.Image, int]:
-    """An image and its label. timm's data set puts a neighbour for what it cannot read; its reader does not."""
-    if isinstance(dataset, Subset):
-        return _read(dataset.dataset, dataset.indices[index], mode)
-    if isinstance(dataset, Files):
-        with Image.open(dataset.paths[index]) as image:
-            return converted(image, mode), dataset.labels[index]
-    if not hasattr(dataset, "reader"):
-        image, label = dataset[index]
-        return converted(image, mode), int(label)
-    source, label = dataset.reader[index]
-    with source, Image.open(source) as image:
-        return converted(image, mode), int(label)
-
-
-def _lost(dataset: Any, index: int, error: Exception, strict: bool) -> Lost:
-    if isinstance(dataset, Subset):
-        return _lost(dataset.dataset, dataset.indices[index], error, strict)
-    name = dataset.name(index) if isinstance(dataset, Files) else f"image {index}"
-    own = f" ({name})" if isinstance(dataset, Files) else ""
-    return Lost(name, f"image {index} of the data set cannot be read{own}: {error}" if strict else None)
-
-
-def _labels(dataset: Any) -> list[Any]:
-    """The labels of a data set as it keeps them, without reading the images where they are kept beside these."""
-    if isinstance(dataset, Subset):
-        every = _labels(dataset.dataset)
-        return [every[i] for i in dataset.indices]
-    if hasattr(dataset, "reader"):  # of the Hugging Face hub
-        return list(dataset.reader.dataset[dataset.reader.label_key])
-    kept = getattr(dataset, "targets", None)
-    return [int(label) for label in ((dataset[i][1] for i in range(len(dataset))) if kept is None else kept)]
-
-
-class _Bytes(Dataset[Any]):
-    """Images of a data set as bytes of one size."""
-
-    def __init__(self, dataset: Any, loading: Loading) -> None:
-        self.dataset, self.loading = dataset, loading
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Sample:
-        try:
-            image, label = _read(self.dataset, index, self.loading.mode)
-            pixels = np.array(image.resize(self.loading.size[::-1], Image.Resampling.BICUBIC))
-        except Exception as error:
-            return _lost(self.dataset, index, error, self.loading.strict)
-        pixels = pixels[..., None] if pixels.ndim == 2 else pixels
-        return torch.from_numpy(pixels).permute(2, 0, 1).contiguous(), int(label)
-
-
-def _hold(dataset: Any, loading: Loading) -> Batch:
-    """A whole data set in memory."""
-    loader = DataLoader(
-        _Bytes(dataset, loading),
-        batch_size=256,
-        num_workers=loading.workers,
-        collate_fn=list,
-        worker_init_fn=outlive_signals,
-    )
-    kept: list[tuple[Tensor, int]] = []
-    lost: list[str] = []
-    for sample in (sample for batch in loader for sample in batch):
-        if not isinstance(sample, Lost):
-            kept.append(sample)
-        elif sample.fatal is not None:
-            raise InputError(sample.fatal)
-        else:
-            lost.append(sample.name)
-    if lost:
-        told = f"{len(lost)} images cannot be read and are skipped: {named(lost)}"
-        warnings.warn(f"{told}; --strict-data makes this an error", stacklevel=2)
-    if not kept:
-        raise InputError(f"none of {len(lost)} images can be read; is this an image data set?")
-    images, labels = zip(*kept, strict=True)
-    return torch.stack(images), torch.tensor(labels)
+KINDS = {"torch": "torchvision", "hfds": "datasets", "hfids": "datasets", "wds": "webdataset"}  # with their packages
 
 
 def check_source(data: str, val_split: float | None = None) -> None:
-    """Refuse a name that cannot be data, without reading any: before weights are fetched for it.
+    """Refuse a name that cannot be data. Nothing is read, so this comes before weights are fetched.
 
     Raises:
         ValueError: there is no such folder, file or kind of data set.
@@ -279,13 +70,13 @@ def open_data(
     target_key: str | None = None,
     download: bool = False,
 ) -> Data:
-    """The data a user names: "digits", a folder, a CSV table, or a name of timm's factory.
+    """The data of a name: "digits", a folder, a CSV file, or a data set of timm such as "torch/cifar10:ROOT".
 
     Args:
-        hold: keep the whole set on the device as bytes and augment there.
-        classes: their number, for a stream that does not say it.
-        val_split: share of the training images of each class that is taken for validation, instead of what the data
-            has for it.
+        hold: keep the whole set in memory as bytes, on the device, and augment it there.
+        classes: number of classes, for a stream that does not say it.
+        val_split: share of the training images of each class to validate on, instead of the validation images that
+            the data has.
         input_key, target_key: columns of a data set of the Hugging Face hub; `image` and `label` by default.
         download: fetch a data set of torchvision that is not there.
     """
@@ -313,9 +104,9 @@ def open_data(
     else:
         sets, class_names = _open_named(data, val_split, keys, download)
     if hold:
-        train, val = (_hold(one, loading) for one in sets)
+        train, val = (read_bytes(one, loading) for one in sets)
         return ByteData(train, val, *held, class_names)
-    return FolderData(sets[0], sets[1], class_names, loading)
+    return IndexedData(sets[0], sets[1], class_names, loading)
 
 
 def _open_stream(
@@ -336,7 +127,7 @@ def _open_stream(
 def _open_named(
     data: str, val_split: float | None, keys: tuple[str, str], download: bool
 ) -> tuple[Sequence[Any], list[str] | None]:
-    """A data set timm's factory makes, with random access, and the names of its classes."""
+    """The training and validation parts of a data set that timm makes, and the names of its classes."""
     name, root = _locate(data)
     hub = name.startswith("hfds/")
     options: dict[str, Any] = {"input_key": keys[0], "target_key": keys[1]} if hub else {"download": download}
@@ -355,11 +146,11 @@ def _open_named(
     if hub:
         check_columns(name, train.reader.dataset.column_names, *keys)
     index = _class_index(train)
-    if hub and not index and isinstance((labels := _labels(train))[0], str):
+    if hub and not index and isinstance((labels := labels_of(train))[0], str):
         index = {label: i for i, label in enumerate(sorted(sorted(set(labels)), key=natural_key))}
         train = create("train", class_map=index)
     if val_split is not None:
-        sets: Sequence[Any] = [Subset(train, chosen) for chosen in split_off(_labels(train), val_split)]
+        sets: Sequence[Any] = [Subset(train, chosen) for chosen in split_off(labels_of(train), val_split)]
     else:
         sets = [train, create("validation")]
         other = _class_index(sets[1])
@@ -384,12 +175,12 @@ def _class_index(dataset: Any) -> dict[str, int]:
 
 
 def _check_hub(name: str, root: str, split: str, keys: tuple[str, str]) -> None:
-    """Say it where a column is what is missing of a data set of the hub."""
+    """Say so if what a data set of the Hugging Face hub lacks is a column."""
     import datasets
 
     try:
         columns = datasets.load_dataset(name.partition("/")[2], split=split, cache_dir=root).column_names
-    except Exception:  # something else is: the first error tells it
+    except Exception:  # the first error says what else is missing
         return
     check_columns(name, columns, *keys)
 

@@ -1,6 +1,6 @@
 """Data without an index: tar shards as webdataset writes them, and data sets of the Hugging Face hub.
 
-A stream hands its samples on as they are stored, so that passing over one costs little.
+A stream yields its samples as they are stored, without decoding the images, so that skipping one costs little.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Shards:
         return wanted
 
     def samples(self, seed: int | None, rank: int, world: int, worker: int, workers: int) -> Iterator[Any]:
-        """Whole shards where each worker can have one, else each takes its part of the samples of all."""
+        """Whole shards if there is one for each worker, else every n-th sample of all of them, for n workers."""
         from webdataset.filters import shuffle
 
         part, parts = rank * workers + worker, world * workers
@@ -163,7 +163,7 @@ class Hub:
         return min(wanted, shards)
 
     def samples(self, seed: int | None, rank: int, world: int, worker: int, workers: int) -> Iterator[Any]:
-        """The data set itself finds its loader worker and gives it its shards."""
+        """The data set itself gives each loader worker its shards."""
         stream = self._stream if seed is None else self._stream.shuffle(seed=seed, buffer_size=4096)
         yield from self._split(stream, rank, world)
 
@@ -184,8 +184,8 @@ class Hub:
 class StreamData:
     """Data without an index, read from the beginning of its shards by loader workers.
 
-    The order is a function of seed, epoch, number of workers and number of ranks. Each worker of each rank has shards
-    of its own; one that comes to the end of them before the epoch ends begins again.
+    The order depends on seed, epoch, number of workers and number of processes. Each worker of each process has shards
+    of its own; one that comes to the end of them before the epoch does starts over.
 
     Args:
         train, val: the two splits.
@@ -214,9 +214,13 @@ class StreamData:
         yield from deliver(islice(loader, rest, rest + self.train_size // batch - start), self.loading.device)
 
     def val(self, batch: int) -> Iterator[Batch]:
-        share = _Share(self._val, self._plain, self.classes, self.loading)
-        loader = self._loader(share, batch, self._val.workers(self.loading.workers, 1), self.loading.seed)
-        yield from deliver(loader, self.loading.device, filled=False)
+        return self.val_part(batch, 0, 1)
+
+    def val_part(self, batch: int, rank: int, world: int) -> Iterator[Batch]:
+        """The validation images in the shards of a process; its batches are not those of `val`, but its images are."""
+        share = _Share(self._val, self._plain, self.classes, self.loading, rank=rank, world=world)
+        loader = self._loader(share, batch, self._val.workers(self.loading.workers, world), self.loading.seed)
+        yield from deliver(loader, self.loading.device, filled=False, part=world > 1)
 
     def _loader(self, share: _Share, batch: int, workers: int, seed: int) -> DataLoader[Any]:
         return DataLoader(
@@ -232,7 +236,7 @@ class StreamData:
 
 @dataclass(eq=False)
 class _Share(IterableDataset[Any]):
-    """What a loader worker reads of a stream: without end for training, in one pass where no epoch is given."""
+    """What a loader worker reads of a stream: without end in an epoch of training, once if no epoch is given."""
 
     stream: Stream
     transform: Any

@@ -1,4 +1,4 @@
-"""Accuracy on the validation part of a data set."""
+"""Accuracy on the validation images of a data set, shared among processes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from hiap.data.sources import Data
+from hiap.data.interface import Data, val_part
 from hiap.errors import InputError
 
 __all__ = ["Interrupted", "evaluate"]
@@ -19,6 +19,11 @@ class Interrupted(Exception):  # noqa: N818 (nothing is wrong)
     """An evaluation that was asked to stop."""
 
 
+def _alone(counts: Tensor) -> Tensor:
+    """The sum over processes where there is one."""
+    return counts
+
+
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
@@ -26,27 +31,36 @@ def evaluate(
     batch: int = 256,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     stop: Callable[[], bool] = lambda: False,
+    reduce: Callable[[Tensor], Tensor] = _alone,
+    rank: int = 0,
+    world: int = 1,
 ) -> dict[str, float]:
     """Top-1 and top-5 in percent, and how many images were seen. The model is used in the mode it is in.
 
+    With several processes each scores its part of the images, and all get the figures of the whole: counts are whole
+    numbers, so their sum is exact. A part may be empty.
+
     Args:
-        stop: asked before every batch.
+        stop: asked before every batch. With several processes it must say the same in all of them, such as never: one
+            that stops alone leaves the others waiting in `reduce`.
+        reduce: sums a tensor of whole numbers, on the model's device, over all processes. It is called once.
+        rank, world: the number of this process, and how many there are.
 
     Raises:
         Interrupted: `stop` said so.
+        InputError: there is no image; in all processes alike.
     """
-    right = torch.zeros(2)
-    seen = 0
     device = next(model.parameters()).device
-    for x, y in data.val(batch):
+    counts = torch.zeros(3, dtype=torch.long, device=device)  # right at first, among the best five, images
+    for x, y in val_part(data, batch, rank, world):
         if stop():
             raise Interrupted
         x, y = x.to(device), y.to(device)
         with autocast():
             logits = model(x)
         best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == y.unsqueeze(1)
-        right += torch.stack([best[:, 0].sum(), best.sum()]).cpu()
-        seen += len(y)
-    if not seen:
+        counts += torch.stack([best[:, 0].sum(), best.sum(), best.new_tensor(len(y), dtype=torch.long)])
+    top1, top5, images = reduce(counts).tolist()
+    if not images:
         raise InputError("there is no image to validate on")
-    return {"top1": 100 * right[0].item() / seen, "top5": 100 * right[1].item() / seen, "images": seen}
+    return {"top1": 100 * top1 / images, "top5": 100 * top5 / images, "images": images}

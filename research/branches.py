@@ -58,14 +58,14 @@ def main() -> None:
 
     dense, found = loss({}), defaultdict(list)
     for i, (value, gates) in enumerate(zip(controller.values(), controller.kinds, strict=True)):
-        for branch, units, kinds in (("block", "neurons", ("neuron",)), ("attention", "dims", ("qk_dim", "value_dim"))):
+        for branch, units, kinds in (("ffn", "neurons", ("neuron",)), ("attention", "dims", ("qk_dim", "value_dim"))):
             whole = loss({gates[branch]: torch.ones(1, dtype=torch.bool)}) - dense
             print(f"block {i}: {branch} {whole:.4f}", flush=True)
             for share in SHARES[units]:
                 closed = {kind: least(value[kind], share) for kind in kinds}
                 lost = loss({gates[kind]: which for kind, which in closed.items()}) - dense
                 worth = sum((value[kind] * which).sum(-1) for kind, which in closed.items())
-                if branch == "block":
+                if branch == "ffn":
                     of_all = worth.sum() / value["neuron"].sum()
                 else:  # as in the search: a head loses no more than itself
                     of_all = worth.minimum(value["head"].flatten()).sum() / value["head"].sum()

@@ -96,7 +96,7 @@ def config_of(options: argparse.Namespace, method: str, lr: float, seed: int, ep
     given: dict[str, Any] = {"target": options.target, "epochs": epochs, "lr": lr, "seed": seed, "eval_every": 1000}
     given["distill_features"] = 0.0  # one distillation for all, and networks of Torch-Pruning are narrower
     if method in LEARNED:  # penalised gates are learned, not set
-        given |= {"gate_mode": "gradient", "granularities": ["head", "block", "value_dim", "neuron"], "gate_lr": 2e-2}
+        given |= {"gate_mode": "gradient", "granularities": ["head", "ffn", "value_dim", "neuron"], "gate_lr": 2e-2}
         given |= {"freeze_at": 0.3, "align_heads": False}
         given |= OPTIONS[method]
     given |= {"cost": str(options.cost)} if method == TIMED else {}

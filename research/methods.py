@@ -212,7 +212,7 @@ def cost_of(run: Peer, topology: hiap.Topology) -> int:
 
 def depth(run: Peer) -> nn.Module:
     """Whole blocks dropped by Taylor importance; of the last one as much is kept as fits."""
-    controller = observed(run, ("attention", "block"))
+    controller = observed(run, ("attention", "ffn"))
     worth = by_gate(controller, controller.importance)
     order = sorted(
         range(len(controller.kinds)), key=lambda i: sum(float(worth[id(g)]) for g in controller.kinds[i].values())

@@ -56,4 +56,4 @@ def naive_ffn(mlp: nn.Module, x: Tensor, z: dict[str, Tensor]) -> Tensor:
         out = out + neuron[..., None] * mlp.fc2.weight[:, k]
     if mlp.fc2.bias is not None:
         out = out + mlp.fc2.bias
-    return out * z["block"] if "block" in z else out
+    return out * z["ffn"] if "ffn" in z else out

@@ -51,7 +51,7 @@ def test_no_network_of_the_same_cost_loses_less(kinds: tuple[str, ...], seed: in
         assert loss <= float(every_loss[every_cost <= cost].min()) * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("kinds", [ALL, PAPER, ("block", "neuron", "value_dim")])
+@pytest.mark.parametrize("kinds", [ALL, PAPER, ("ffn", "neuron", "value_dim")])
 def test_losses_are_those_of_the_units_that_go(kinds: tuple[str, ...]) -> None:
     model, found = allocation(kinds, floors=Floors(heads=0), multiple=4)
     values = drawn(model, 0)
@@ -60,7 +60,7 @@ def test_losses_are_those_of_the_units_that_go(kinds: tuple[str, ...]) -> None:
         for widths, loss in zip(branch.choices, losses.tolist(), strict=False):
             if widths.heads is None and widths.neurons is None:
                 expected = value[branch.gate].item()
-            elif branch.gate == "block":
+            elif branch.gate == "ffn":
                 gone = value["neuron"].sort(descending=True).values[widths.neurons :]
                 expected = gone.sum().item()
             else:
@@ -79,7 +79,7 @@ class Dear(hiap.MacCost):
         return super().block(site, widths) + fixed
 
 
-@pytest.mark.parametrize("kinds", [ALL, PAPER, ("block", "neuron"), ("attention", "value_dim"), ("attention", "block")])
+@pytest.mark.parametrize("kinds", [ALL, PAPER, ("ffn", "neuron"), ("attention", "value_dim"), ("attention", "ffn")])
 def test_a_branch_goes_with_its_units(kinds: tuple[str, ...]) -> None:
     """Where narrow branches are dear, those of its units that go first take the most of a branch with them."""
     model = hiap.attach(make(**MODEL), kinds)
@@ -89,14 +89,12 @@ def test_a_branch_goes_with_its_units(kinds: tuple[str, ...]) -> None:
         value = values[i]
         if branch.gate not in value:
             continue
-        units = {"block": ["neuron"], "attention": ["head"] if "head" in value else ["qk_dim", "value_dim"]}[
-            branch.gate
-        ]
+        units = {"ffn": ["neuron"], "attention": ["head"] if "head" in value else ["qk_dim", "value_dim"]}[branch.gate]
         whole, worth = value[branch.gate].item(), sum(value[kind].sum().item() for kind in units if kind in value)
         for widths, loss in zip(branch.choices, losses.tolist(), strict=False):
             if widths.heads is None and widths.neurons is None:
                 assert loss == pytest.approx(whole)
-            elif branch.gate == "block":
+            elif branch.gate == "ffn":
                 gone = value["neuron"].sort(descending=True).values[widths.neurons :].sum().item() if worth else 0.0
                 assert loss == pytest.approx(whole * (1 - (1 - gone / max(worth, 1e-9)) ** 2))
             else:
@@ -114,7 +112,7 @@ def test_what_is_closed_does_not_come_back_as_a_trace() -> None:
         for kinds, scale in zip(gates_by_block(model), (1.0, 1e-6), strict=True)
     ]
     for block, worth in zip(values, (1e3, 10.0), strict=True):
-        block |= {kind: torch.tensor([worth]).double() for kind in ("attention", "block")}
+        block |= {kind: torch.tensor([worth]).double() for kind in ("attention", "ffn")}
     for proportional in (False, True):
         cost.proportional = proportional
         found = Allocation(sites(model), [set(ALL)] * 2, cost)
@@ -156,7 +154,7 @@ def test_nothing_fits_into_the_room_that_is_left(seed: int) -> None:
                 assert not (fits and loss <= losses[row, now])
 
 
-@pytest.mark.parametrize("kinds", [("head", "block"), ("attention", "block"), ("head",), PAPER])
+@pytest.mark.parametrize("kinds", [("head", "ffn"), ("attention", "ffn"), ("head",), PAPER])
 def test_room_is_packed_at_the_least_loss(kinds: tuple[str, ...]) -> None:
     """Against all networks there are: none that comes as near to what is allowed loses less."""
     model, found = allocation(kinds)

@@ -76,3 +76,9 @@ def test_a_name_means_one_thing() -> None:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert [name for name, times in (stems + classes).items() if times > 1] == []
+
+
+def test_a_long_module_says_why() -> None:
+    texts = {name: file.read_text() for name, file in modules().items()}
+    long = [name for name, text in texts.items() if len(text.splitlines()) > LONGEST]
+    assert [name for name in long if "One file" not in (ast.get_docstring(ast.parse(texts[name])) or "")] == []

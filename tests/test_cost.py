@@ -150,7 +150,7 @@ def naive_cost(model: torch.nn.Module, accounting: str) -> float:
         g = z["head"].flatten() if "head" in z else torch.ones(H)
         d = z.get("value_dim", torch.ones(H, Dh))
         e = z.get("qk_dim", torch.ones(H, Dh))
-        b = z["block"].item() if "block" in z else 1.0
+        b = z["ffn"].item() if "ffn" in z else 1.0
         c = z.get("neuron", torch.ones(F))
         for h in range(H):
             total += a * g[h].item() * (C["C1"] * e[h].mean().item() + C["C2"] * d[h].sum().item())

@@ -145,7 +145,7 @@ def test_any_decision_is_within_its_target_and_tight(group: int) -> None:
 @pytest.mark.parametrize("of", [MacCost, ParamCost])
 def test_coarse_gates_meet_any_target(of: type[MacCost] | type[ParamCost]) -> None:
     with torch.device("meta"):
-        model = hiap.attach(timm.create_model(DEIT), ("head", "block"))
+        model = hiap.attach(timm.create_model(DEIT), ("head", "ffn"))
     cost = of(model)
     whole = cost.of_widths(model, [site.widths for site in sites(model)])
     controller = Controller(model, cost, 0.9 * whole)

@@ -14,7 +14,7 @@ from hiap.pruning.attach import gates_by_block, noise_source
 from reference import naive_forward
 
 ALL = hiap.GRANULARITIES
-PAPER = ("head", "block", "value_dim", "neuron")
+PAPER = ("head", "ffn", "value_dim", "neuron")
 DRAWS = 40_000  # 4 sigma of a frequency is then at most 0.01
 
 
@@ -97,7 +97,7 @@ def test_gated_forward_is_the_papers_equations_on_other_kinds(name: str) -> None
         assert (logits - naive).abs().max() <= 1e-12 * naive.abs().max()
 
 
-@pytest.mark.parametrize("chosen", [ALL, PAPER, ("qk_dim",), ("attention",), ("block",), ("head", "neuron")])
+@pytest.mark.parametrize("chosen", [ALL, PAPER, ("qk_dim",), ("attention",), ("ffn",), ("head", "neuron")])
 @pytest.mark.parametrize("name", ["layer_scale", "no_proj_bias", "no_qkv_bias"])
 def test_gradients_are_those_of_the_equations(chosen: tuple[str, ...], name: str) -> None:
     model = hiap.attach(make(name), chosen).double().train()
@@ -332,3 +332,14 @@ def test_a_gated_model_compiles() -> None:
     first = torch.compile(model.train(), backend="aot_eager")(x)
     hiap.set_gates(model, draws=0)
     torch.testing.assert_close(model(x), first)
+
+
+def test_the_papers_name_of_ffn_gates_is_accepted() -> None:
+    model, other = (hiap.attach(make(), kinds) for kinds in (("head", "block"), ("head", "ffn")))
+    assert model.state_dict().keys() == other.state_dict().keys()
+    scatter_logits(other)
+    old = {name.replace("gates.ffn", "gates.block"): tensor for name, tensor in other.state_dict().items()}
+    model.load_state_dict(old)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    config = hiap.read_config(None, {"target": "50%", "granularities": ["head", "block"]})
+    assert config.gate_kinds(False) == ("head", "ffn")

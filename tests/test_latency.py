@@ -235,13 +235,13 @@ def test_a_unit_is_priced_by_what_it_saves() -> None:
             "value_dim": 0.01,
             "qk_dim": 0.01,
             "attention": 1 + 0.01 * 4 * (8 + 8),
-            "block": 1 + 1.28,
+            "ffn": 1 + 1.28,
         }
     )
 
 
 @pytest.mark.parametrize("target", ["1.2x", "1.5x", "2x", "3x", "40%", "9ms"])
-@pytest.mark.parametrize("kinds", [ALL, ("head", "block", "value_dim", "neuron")])
+@pytest.mark.parametrize("kinds", [ALL, ("head", "ffn", "value_dim", "neuron")])
 def test_a_latency_target_is_met(target: str, kinds: tuple[str, ...]) -> None:
     for seed, table in enumerate((synthetic(), synthetic(lambda h, q, v: 0.7 + 0.3 * h))):
         model = hiap.attach(make(**MODEL), kinds)

@@ -97,7 +97,7 @@ def test_peers_meet_the_budget(method: str, start, tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", LEARNED)
 def test_penalised_gates_are_cut_to_the_budget(method: str, start, tmp_path: Path) -> None:
     given, data = start
-    given |= {"gate_mode": "gradient", "granularities": ["head", "block", "value_dim", "neuron"], "gate_lr": 0.1}
+    given |= {"gate_mode": "gradient", "granularities": ["head", "ffn", "value_dim", "neuron"], "gate_lr": 0.1}
     run = gated_run(method, read_config(None, given), tmp_path / "run", data)
     run.begin()
     assert missed(run.phase) == 1  # all is open

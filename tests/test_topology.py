@@ -24,7 +24,7 @@ def test_harden_keeps_what_has_a_positive_logit() -> None:
     one.mlp.fc2.gates["neuron"].logit.data[5:] = -1.0
     model.blocks[0].mlp.fc2.gates["neuron"].logit.data[:] = -1.0
     model.blocks[2].attn.proj.gates["attention"].logit.data[:] = -1.0
-    model.blocks[2].mlp.fc2.gates["block"].logit.data[:] = -1.0
+    model.blocks[2].mlp.fc2.gates["ffn"].logit.data[:] = -1.0
     blocks = hiap.harden(model).blocks
     assert blocks[0].heads == (0, 1, 2) and blocks[0].value_dims == (FULL8,) * 3 and blocks[0].neurons == ()
     assert blocks[1] == hiap.BlockTopology((1,), ((0, 1),), ((1, 2, 3, 4, 5, 6),), (0, 1, 2, 3, 4))

@@ -103,7 +103,7 @@ def test_paper_mode_terms_are_the_formulas(tmp_path: Path) -> None:
     macro = sum(before[i, "head"].sum() * Dh * (2 * N * D + N * N) for i in range(2))
     micro = sum(
         (before[i, "head"] * before[i, "value_dim"]).sum() * (2 * N * D + N * N)
-        + (before[i, "block"] * before[i, "neuron"]).sum() * 2 * N * D
+        + (before[i, "ffn"] * before[i, "neuron"]).sum() * 2 * N * D
         for i in range(2)
     )
     dense = 2 * (2 * H * Dh * (2 * N * D + N * N) + F * 2 * N * D)
@@ -117,7 +117,7 @@ def test_paper_mode_terms_are_the_formulas(tmp_path: Path) -> None:
             for i in range(2)
         ),
         "feasible_ffn": sum(
-            before[i, "block"] * relu(0.02 - before[i, "neuron"].mean()) ** 2 for i in range(2)
+            before[i, "ffn"] * relu(0.02 - before[i, "neuron"].mean()) ** 2 for i in range(2)
         ).squeeze(),
     }
     for name, value in expected.items():

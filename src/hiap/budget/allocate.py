@@ -86,7 +86,7 @@ class Branch:
 
 
 class FFN(Branch):
-    gate = "block"
+    gate = "ffn"
 
     def __init__(self, dense: Widths, movable: Collection[str], floors: Floors, multiple: int) -> None:
         assert dense.neurons is not None
@@ -100,7 +100,7 @@ class FFN(Branch):
         return float(values["neuron"].sum()) if "neuron" in values else math.inf
 
     def prices(self, price: Tensor) -> dict[str, float]:
-        return {"block": float(price[0]), "neuron": _slope(price[: len(self.neurons)], self.neurons)}
+        return {"ffn": float(price[0]), "neuron": _slope(price[: len(self.neurons)], self.neurons)}
 
 
 class AttentionBranch(Branch):
@@ -304,7 +304,7 @@ class Allocation:
             parts[i][branch.gate] = branch.choices[choice]
         result = []
         for dense, part in zip(self.dense, parts, strict=True):
-            attention, ffn = part.get("attention", dense), part.get("block", dense)
+            attention, ffn = part.get("attention", dense), part.get("ffn", dense)
             result.append(Widths(attention.heads, attention.qk_dim, attention.value_dim, ffn.neurons))
         return result
 

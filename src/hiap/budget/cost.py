@@ -103,7 +103,7 @@ class LinearCost(Cost):
                 branch,
                 branch or "value_dim" in kinds,
                 branch or "qk_dim" in kinds,
-                ungated or not kinds.keys().isdisjoint({"neuron", "block"}),
+                ungated or not kinds.keys().isdisjoint({"neuron", "ffn"}),
             ]
             self.fixed += sum(u * f for u, f, can in zip(unit, full, prunable, strict=True) if not can)
             self.dense += sum(u * f for u, f, can in zip(unit, full, prunable, strict=True) if can)

@@ -19,10 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hiap.nn.granularities import OLD_NAMES
+
 __all__ = ["Gate", "GatedLinear", "NoiseSource"]
 
 INNER = ("head", "value_dim", "neuron")  # scale inputs of proj and fc2
-WHOLE = ("attention", "block")  # scale their whole output
+WHOLE = ("attention", "ffn")  # scale their whole output
 
 START_LOGIT = 5.0  # p = 0.993: open, and near enough to the slope of the sigmoid to learn
 START_TEMPERATURE = 2.0
@@ -112,7 +114,7 @@ class GatedLinear(nn.Linear):
         linear: the layer to gate; its parameters are shared, not copied.
         units: shape of the gated units; their number is the number of gated inputs (or, for qk_dim, of the
             first outputs).
-        gates: by granularity. `attention` and `block` scale the whole output, bias included; `qk_dim` scales the
+        gates: by granularity. `attention` and `ffn` scale the whole output, bias included; `qk_dim` scales the
             query rows, which come first; the others scale the inputs.
     """
 
@@ -127,6 +129,13 @@ class GatedLinear(nn.Linear):
         linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
         _take_over(linear, self)
         return linear
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for old, new in OLD_NAMES.items():
+            key = f"{prefix}gates.{old}.logit"
+            if key in state_dict:
+                state_dict[f"{prefix}gates.{new}.logit"] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def by_kind(self) -> dict[str, Gate]:
         """The gates by granularity."""

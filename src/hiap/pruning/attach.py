@@ -19,7 +19,7 @@ from hiap.errors import InputError, UnsupportedModelError
 from hiap.models.family import Site
 from hiap.models.registry import family_of, sites
 from hiap.nn.gates import START_LOGIT, Gate, GatedLinear, NoiseSource
-from hiap.nn.granularities import GRANULARITIES, PAPER
+from hiap.nn.granularities import GRANULARITIES, PAPER, present_name
 
 __all__ = [
     "attach",
@@ -51,7 +51,8 @@ def attach(
     under the same grad mode: torch may take another attention kernel where gradients are recorded.
 
     Args:
-        granularities: any of head, block, value_dim, neuron (the paper's four), qk_dim, attention.
+        granularities: any of head, ffn, value_dim, neuron (the paper's four), qk_dim, attention. `ffn` gates the whole
+            FFN of a block; `block`, its name in the paper, is accepted too.
         keep_blocks: indices of blocks that get no gate; negative ones count from the end.
         logit: of every gate at the start; sigmoid(logit) is the probability that it is open.
         seed: of the gate noise. All processes of a run must share it.
@@ -97,7 +98,7 @@ def check_finite(model: nn.Module) -> None:
 
 
 def _check_granularities(names: Iterable[str]) -> set[str]:
-    chosen = {names} if isinstance(names, str) else set(names)
+    chosen = {present_name(name) for name in ([names] if isinstance(names, str) else names)}
     unknown = sorted(chosen - set(GRANULARITIES))
     if unknown or not chosen:
         raise InputError(f"granularities must be some of {', '.join(GRANULARITIES)}; found {unknown or 'none'}")
@@ -122,7 +123,7 @@ def _gate_block(site: Site, chosen: set[str], logit: float) -> None:
         _gate_linear(site.attention, "qkv", queries, {"qk_dim": queries}, chosen, logit)
     if widths.neurons:
         neurons = (widths.neurons,)
-        _gate_linear(site.ffn, "fc2", neurons, {"neuron": neurons, "block": (1,)}, chosen, logit)
+        _gate_linear(site.ffn, "fc2", neurons, {"neuron": neurons, "ffn": (1,)}, chosen, logit)
 
 
 def _gate_linear(

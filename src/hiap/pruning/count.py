@@ -81,7 +81,7 @@ def expected_counts(model: nn.Module) -> Counts:
                     heads.sum(),
                     (heads * p.get("value_dim", one)).expand(w.heads or 0, w.value_dim).sum(),
                     (heads * p.get("qk_dim", one)).expand(w.heads or 0, w.qk_dim).sum(),
-                    (p.get("block", one) * p.get("neuron", one)).expand(w.neurons or 0).sum(),
+                    (p.get("ffn", one) * p.get("neuron", one)).expand(w.neurons or 0).sum(),
                 ]
             )
         )

@@ -279,7 +279,7 @@ def harden(model: nn.Module) -> Topology:
                 entry = {"heads": None, "neurons": widths.neurons}
         if widths.neurons:
             entry["neurons"] = _indices(open_.get("neuron", torch.ones(widths.neurons)))
-            if "block" in open_ and not open_["block"]:
+            if "ffn" in open_ and not open_["ffn"]:
                 entry["neurons"] = None
         entries.append(entry)
     return Topology._parse(entries, dense)
@@ -334,7 +334,7 @@ def _masks(block: BlockTopology, dense: Widths) -> dict[str, Tensor]:
             masks["value_dim"][head] = _mask(values, dense.value_dim)
             masks["qk_dim"][head] = _mask(queries, dense.qk_dim)
     if dense.neurons:
-        masks["block"] = torch.tensor([block.neurons is not None])
+        masks["ffn"] = torch.tensor([block.neurons is not None])
         masks["neuron"] = _mask(range(dense.neurons) if block.neurons is None else block.neurons, dense.neurons)
     return masks
 

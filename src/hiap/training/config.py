@@ -14,7 +14,7 @@ import yaml
 
 from hiap.budget.target import BudgetError, Target
 from hiap.errors import ConfigError
-from hiap.nn.granularities import GRANULARITIES, PAPER
+from hiap.nn.granularities import GRANULARITIES, PAPER, present_name
 from hiap.training.options import CHOICES, TRACKERS, Options, help_of
 from hiap.training.yaml_files import SHORT, read_yaml, recipes
 
@@ -97,7 +97,7 @@ class Config(Options):
             (
                 "granularities",
                 f"some of {', '.join(GRANULARITIES)}",
-                chosen is None or (bool(chosen) and set(chosen) <= set(GRANULARITIES)),
+                chosen is None or (bool(chosen) and {present_name(one) for one in chosen} <= set(GRANULARITIES)),
             ),
             (
                 "ratio",
@@ -168,7 +168,7 @@ class Config(Options):
         the cost is measured, since their norms and launches go with them.
         """
         if self.granularities is not None:
-            return tuple(self.granularities)
+            return tuple(present_name(one) for one in self.granularities)
         joined = self.target is not None and len(set(self.ratio)) == 1 and not qk_norm
         return (*PAPER, *(["qk_dim"] if joined else []), *(["attention"] if self.cost else []))
 

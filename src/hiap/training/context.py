@@ -81,6 +81,11 @@ class Context:
         mean: Tensor = self.accelerator.reduce(tensor, "mean")
         return mean
 
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over processes."""
+        total: Tensor = self.accelerator.reduce(tensor, "sum")
+        return total
+
     def objective(self, teacher: Teacher | None) -> Objective:
         """The loss of a batch, with a teacher or without."""
         return Objective(self.config, teacher, self.accelerator.autocast, self.accelerator.unwrap_model)
@@ -90,12 +95,13 @@ class Context:
         return make_teacher(self.config, dense, self.parts.mean_std, self.parts.other_teacher)
 
     def scores(self, model: nn.Module, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
-        """Top-1 and top-5 of a model, in the mode it is in, and how many images were seen.
+        """Top-1 and top-5 of a model, in the mode it is in, and how many images were seen. Processes share the images.
 
         Raises:
             Interrupted: `stop` said so.
         """
-        return evaluate(model, self.data, self.config.batch_size, self.accelerator.autocast, stop)
+        everyone = (self.sum, self.rank, self.world)
+        return evaluate(model, self.data, self.config.batch_size, self.accelerator.autocast, stop, *everyone)
 
     def facts(self, widths: Sequence[Widths]) -> dict[str, Any]:
         """What a network of these widths has and costs."""

@@ -105,7 +105,7 @@ def feasibility_terms(model: nn.Module, k_min: float, gamma_attn: float, gamma_f
             dim = dim + (p.get("head", torch.ones_like(short)) * short).sum()
         if "neuron" in p:
             short = F.relu(gamma_ffn - p["neuron"].mean()).square()
-            ffn = ffn + p["block"].squeeze() * short if "block" in p else ffn + short
+            ffn = ffn + p["ffn"].squeeze() * short if "ffn" in p else ffn + short
     return {"feasible_head": head, "feasible_dim": dim, "feasible_ffn": ffn}
 
 

@@ -29,8 +29,6 @@ above it have finished. `table` prints tables and draws plots. Torch-Pruning's m
 
 import argparse
 import copy
-import functools
-import hashlib
 import json
 import os
 import shlex
@@ -48,6 +46,7 @@ from typing import Any
 import torch
 
 import hiap
+from bookkeeping import best_rate, epoch_seconds, epochs_of, finished_record, like, records_of, setting, write
 from hiap.budget.controller import BudgetError, Target
 from hiap.budget.latency import LatencyTable
 from hiap.data.sources import ByteData
@@ -55,7 +54,7 @@ from hiap.models.registry import family_of, sites
 from hiap.nn.compact import Widths
 from hiap.pruning.extract import shrink
 from hiap.speed.bench import runner
-from hiap.speed.clock import device_name, materialise, precision, timings
+from hiap.speed.clock import materialise, precision, timings
 from hiap.speed.inference import optimize
 from hiap.training.config import Config, read_config
 from hiap.training.phases import projection_interval
@@ -74,8 +73,8 @@ from methods import (
     gated_run,
 )
 from prune_tiny_imagenet import BASE, STARTS, assignments, configuration, tenths
-from record import CLOCK, KEY, SPEED, Record, append, read
-from report import table, timed
+from record import CLOCK, KEY, SPEED, Record, read
+from report import table
 
 KEPT = ("top1", "top1_before", "dense_macs", "expected_macs", "undecided", "soft_top1", "hard_top1")
 OF_SEARCH = {  # options that methods without a search do not read
@@ -164,12 +163,6 @@ def peer_of(
     return Peer(config, out, data, make)
 
 
-def epoch_seconds(lines: list[dict[str, Any]], longer: float) -> dict[str, float]:
-    """Of each stage its fastest epoch, `longer` times as long as it was."""
-    stages = dict.fromkeys(line["stage"] for line in lines)
-    return {stage: longer * min(line["seconds"] for line in lines if line["stage"] == stage) for stage in stages}
-
-
 def hiap_widths(options: argparse.Namespace, config: Config, final: bool | str) -> list[Widths]:
     """What HiAP found in the run that is recorded with the same seed, at its best learning rate."""
     tried = sorted(records_of(options, "hiap", False), key=lambda record: -record.top1)
@@ -178,33 +171,6 @@ def hiap_widths(options: argparse.Namespace, config: Config, final: bool | str) 
         if record.seed == config.seed:
             return [Widths(**one) for one in record.widths]
     raise SystemExit(f"{SCRATCH} trains HiAP's topology: run the method hiap with seed {config.seed} first")
-
-
-def setting(options: argparse.Namespace) -> tuple[str, str, str, str]:
-    """What all runs of a comparison share: start, weights, options and target."""
-    given = sorted(options.set) + ([f"limit={options.limit}"] if options.limit != 50 else [])
-    own = [str(part) for part in (options.model, options.img_size, fingerprint(options.data)) if part]
-    start = " ".join(own) if options.model else options.start
-    weights = fingerprint(Path(options.weights)) if options.weights else "pretrained"
-    target = f"{options.target} by {fingerprint(options.cost)}" if options.cost else options.target
-    return start, weights, " ".join(given), target
-
-
-@functools.cache
-def fingerprint(path: Path) -> str:
-    """The name of a file or folder, and digits that tell what is in it (of a folder: names and sizes) from others."""
-    if path.is_dir():
-        found = sorted((str(one.relative_to(path)), one.stat().st_size) for one in path.rglob("*") if one.is_file())
-        content = json.dumps(found).encode()
-    else:
-        content = path.read_bytes()
-    return f"{path.name} {hashlib.sha256(content).hexdigest()[:8]}"
-
-
-def records_of(options: argparse.Namespace, method: str, final: bool) -> list[Record]:
-    """The records of a method in this setting at equal epochs."""
-    place = (*setting(options), options.epochs if final else options.trial_epochs or options.epochs, None, method)
-    return [record for record in read(options.records) if record.key[:7] == place and record.final == final]
 
 
 def run(options: argparse.Namespace) -> None:
@@ -272,12 +238,6 @@ def made_network(options: argparse.Namespace, method: str, record: Record, devic
         return peer_of(options, method, config, True, data, Path(folder, "run")).network()
 
 
-def finished_record(options: argparse.Namespace, method: str) -> Record:
-    if not (finished := records_of(options, method, True)):
-        raise SystemExit(f"{method} has no finished runs in {options.records} whose network could be timed")
-    return finished[0]
-
-
 def take_record(
     options: argparse.Namespace,
     method: str,
@@ -304,47 +264,6 @@ def take_record(
     kind = final if isinstance(final, str) else "final" if final else "held out"
     share = record["macs"] / record["dense_macs"]
     print(f"{method} lr {lr:g} seed {seed} {kind}: {record['top1']:.2f} %, {share:.1%}", flush=True)
-
-
-def write(options: argparse.Namespace, record: dict[str, Any], device: torch.device) -> None:
-    where = {"device": device_name(device), "torch": torch.__version__, "commit": options.commit or commit()}
-    append(options.records, Record.from_dict(record | where))
-
-
-def commit() -> str | None:
-    """What the checkout stands at, if it is one."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=7"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def best_rate(options: argparse.Namespace, method: str, rates: list[float]) -> float:
-    if len(rates) == 1:
-        return rates[0]
-    scores = {record.lr: record.top1 for record in records_of(options, method, False) if record.lr in rates}
-    return max(scores, key=lambda lr: scores[lr])
-
-
-def like(options: argparse.Namespace) -> str | None:
-    """Whose training time is given to all, and how many epochs that method has."""
-    return f"{options.like} {options.epochs}" if options.like else None
-
-
-def epochs_of(options: argparse.Namespace, method: str) -> int:
-    """As many epochs as fit into the training time of the method `--like` names; the same for all seeds."""
-    records, place = read(options.records), (*setting(options), like(options), method)
-    for record in records:
-        if (*record.key[:4], record.like, record.method) == place:
-            return record.epochs
-    took = []
-    for name in (method, options.like):
-        seconds = [timed(record, records, strict=True).seconds for record in records_of(options, name, True)]
-        if None in seconds or not seconds:
-            raise SystemExit(f"--like {options.like} needs finished runs of {name} at equal epochs, and their `clock`")
-        took.append(statistics.mean(seconds))
-    return max(1, round(options.epochs * took[1] / took[0]))
 
 
 def add_options(go: argparse.ArgumentParser, function: Callable[[argparse.Namespace], None]) -> None:

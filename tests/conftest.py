@@ -135,6 +135,11 @@ def write_shards(root: Path, shards: dict[str, list[int]], classes: int = 1000, 
 QUICK = ("augreg", "siglip", "deit_distilled", "dinov2_registers", "no_proj_bias", "qk_norm", "rms_norm")
 
 
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    return Path(write_photos(tmp_path / "photos"))
+
+
 @pytest.fixture(params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in KINDS])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param

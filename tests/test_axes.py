@@ -11,7 +11,7 @@ from conftest import KINDS, images, make
 from hiap.pruning.attach import check_finite
 from hiap.pruning.extract import difference, probe
 from hiap.training.loop import Run
-from test_train import noise_data, tiny
+from runs import noise_data, tiny
 
 
 def batches(model: nn.Module, count: int = 3) -> list[Tensor]:

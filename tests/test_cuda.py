@@ -12,8 +12,8 @@ from hiap.pruning.attach import noise_source
 from hiap.speed.bench import WAYS, bench
 from hiap.speed.clock import device_name
 from hiap.training.loop import Run
+from runs import noise_data, tiny
 from test_gates import ALL, scatter_logits
-from test_train import noise_data, tiny
 
 DEVICE = torch.device("cuda")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -1,4 +1,3 @@
-import contextlib
 import random
 import warnings
 from dataclasses import replace
@@ -14,24 +13,15 @@ from timm.data import create_transform, resolve_data_config
 from timm.data.readers.img_extensions import is_img_extension
 
 import hiap
-from conftest import write_photos, write_shards
 from hiap.cli.main import main
 from hiap.data.images import Loading
-from hiap.data.interface import val_part
 from hiap.data.sources import Augmentation, ByteData, Data, digits, mix_seed, open_data
-from hiap.errors import InputError
 from hiap.training.config import read_config
-from hiap.training.evaluate import evaluate
 from hiap.training.setup import load_data, note_preprocessing
 
 HALF = ((0.5,) * 3, (0.5,) * 3)
 CPU = torch.device("cpu")
 LIGHT = Augmentation(crop=0.5, flip=0.5, policy="rand-m5-mstd0.5", erase=0.5)
-
-
-@pytest.fixture
-def photos(tmp_path: Path) -> Path:
-    return Path(write_photos(tmp_path))
 
 
 def opened(data: Path | str, hold: bool = False, classes: int | None = None, **options: Any) -> Data:
@@ -234,116 +224,6 @@ def labels(batches: list[tuple[torch.Tensor, ...]]) -> list[int]:
     return torch.cat([y for _, y in batches]).tolist()
 
 
-class TestStreams:
-    """Tar shards; the label of a picture is its number."""
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def shards(cls, tmp_path_factory: pytest.TempPathFactory) -> str:
-        return write_shards(tmp_path_factory.mktemp("shards"), {"train": [12, 12, 12, 12], "validation": [5, 4, 4]})
-
-    @pytest.mark.parametrize("workers", [0, 2])
-    def test_an_epoch_can_be_taken_up_anywhere(self, shards: str, workers: int) -> None:
-        data = opened(shards, workers=workers, classes=100)
-        assert (data.train_size, data.val_size, data.classes, data.class_names) == (48, 13, 100, None)
-        whole = list(data.train(3, 0, 8, 0, 1))
-        assert len(whole) == 6 and whole[0][0].shape == (8, 3, 16, 16) and sorted(labels(whole)) == list(range(48))
-        for start in (1, 4):
-            random.seed(99), torch.manual_seed(99), np.random.seed(99)
-            again = list(opened(shards, workers=workers, classes=100).train(3, start, 8, 0, 1))
-            assert same(whole[start:], again)
-        other, seed = (list(one.train(4, 0, 8, 0, 1)) for one in (data, opened(shards, seed=1, classes=100)))
-        assert len({tuple(labels(one)) for one in (whole, other, seed)}) == 3
-        assert labels(whole) != sorted(labels(whole))
-
-    @pytest.mark.parametrize("world", [2, 8])
-    def test_ranks_share_an_epoch(self, shards: str, world: int) -> None:
-        data = opened(shards, classes=100)
-        parts = [list(data.train(0, 0, 8, rank, world)) for rank in range(world)]
-        assert all(len(part) == 6 and len(part[0][1]) == 8 // world for part in parts)
-        assert sorted(label for part in parts for label in labels(part)) == list(range(48))
-
-    @pytest.mark.parametrize("workers", [0, 2, 4])
-    def test_validation_is_whole(self, shards: str, workers: int) -> None:
-        data = opened(shards, workers=workers, classes=100)
-        once = list(data.val(4))
-        assert sorted(labels(once)) == list(range(48, 61)) and max(len(y) for _, y in once) == 4
-        assert same(once, list(data.val(4)))
-
-    def test_an_epoch_is_never_short(self, tmp_path: Path) -> None:
-        data = opened(write_shards(tmp_path, {"train": [20, 2], "validation": [1]}), workers=2, classes=100)
-        whole = list(data.train(0, 0, 4, 0, 1))
-        assert len(whole) == 5 and all(len(y) == 4 for _, y in whole)
-        assert same(whole[3:], list(data.train(0, 3, 4, 0, 1)))
-
-    def test_images_get_the_mode_of_the_model(self, shards: str) -> None:
-        data = opened(shards, normalisation=((0.5,), (0.5,)), channels=1, strict=True, classes=100)
-        assert next(iter(data.val(4)))[0].shape == (4, 1, 16, 16)
-
-    @pytest.mark.parametrize("workers", [0, 2])
-    def test_broken_images_are_skipped_with_a_count_or_refused(self, tmp_path: Path, workers: int) -> None:
-        name = write_shards(tmp_path, {"train": [8, 8], "validation": [4, 4]}, broken=3)
-        with pytest.warns(UserWarning, match="1 images were skipped in this pass"):
-            batches = list(opened(name, workers=workers, classes=100).train(0, 0, 8, 0, 1))
-        assert len(batches) == 2 and 3 not in labels(batches)
-        with pytest.raises(ValueError, match=r"image \d+ of worker \d cannot be read"):
-            list(opened(name, workers=workers, strict=True, classes=100).train(0, 0, 8, 0, 1))
-        (tmp_path / "validation-0001.tar").write_bytes((tmp_path / "validation-0001.tar").read_bytes()[:2000])
-        with pytest.raises(ValueError, match=r"shard .*validation-0001\.tar cannot be read"):
-            list(opened(name, workers=workers, classes=100).val(4))
-
-    def test_what_is_missing_is_said(self, shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        with pytest.raises(ValueError, match=r"how many classes it has: pass --model-args '\{\"num_classes\": N\}'"):
-            opened(shards)
-        with pytest.raises(ValueError, match="a label must be from 0 to 49, by the number of classes; found"):
-            list(opened(shards, classes=50).val(16))
-        with pytest.raises(ValueError, match="is a stream, which is not held in memory: use --data-device loader"):
-            opened(shards, classes=100, hold=True)
-        with pytest.raises(ValueError, match=r"must hold _info\.json with the splits train and validation"):
-            opened(f"wds/none:{tmp_path}")
-        (tmp_path / "_info.json").write_text('{"splits": {"train": {"name": "train", "filenames": ["a.tar"]}}}')
-        with pytest.raises(ValueError, match=r"num_samples, .*for train: 'num_samples'"):
-            opened(f"wds/none:{tmp_path}")
-        with pytest.raises(ValueError, match=r"no timm data set that can be read \(torch/\.\.\., .*wds/\.\.\.\)"):
-            opened("wds:" + str(tmp_path))
-        monkeypatch.setattr("hiap.data.sources.find_spec", lambda name: None)
-        with pytest.raises(ValueError, match="is read with webdataset, which is missing: pip install webdataset"):
-            opened(shards)
-
-    def test_a_set_of_the_hub(self, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-        datasets = pytest.importorskip("datasets")
-        monkeypatch.setattr("datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)
-        folder = tmp_path_factory.mktemp("hub")
-        data = f"hfids/{folder}:{folder}/cache"
-        names = [f"class {i}" for i in range(50)]
-        features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=names)})
-        for split, first, count in (("train", 0, 2), ("validation", 24, 1)):
-            for shard in range(count):
-                chosen = [*range(first + 12 * shard, first + 12 * (shard + 1))]
-                pictures = [Image.new("L", (20, 24), i) for i in chosen]
-                rows = datasets.Dataset.from_dict({"image": pictures, "label": chosen}, features=features)
-                rows.to_parquet(folder / f"{split}-{shard:05}-of-{count:05}.parquet")
-        with pytest.raises(ValueError, match=r"does not say how many images its split train has; it tells of \[\]"):
-            opened(data)
-        listed = "".join(f"          '{i}': {name}\n" for i, name in enumerate(names))
-        sizes = "".join(
-            f"  - {{name: {k}, num_examples: {n}, num_bytes: 1}}\n" for k, n in (("train", 24), ("validation", 12))
-        )
-        (folder / "README.md").write_text(
-            "---\ndataset_info:\n  features:\n  - name: image\n    dtype: image\n  - name: label\n    dtype:\n"
-            f"      class_label:\n        names:\n{listed}  splits:\n{sizes}---\n"
-        )
-        for workers in (0, 4):
-            hub = opened(data, workers=workers)
-            assert (hub.train_size, hub.val_size, hub.class_names) == (24, 12, names)
-            whole = list(hub.train(1, 0, 4, 0, 1))
-            assert sorted(labels(whole)) == list(range(24)) != labels(whole)
-            assert same(whole[3:], list(hub.train(1, 3, 4, 0, 1)))
-            assert labels(list(hub.val(5))) == list(range(24, 36))
-            ranks = [labels(list(hub.train(1, 0, 4, rank, 2))) for rank in (0, 1)]
-            assert sorted(ranks[0] + ranks[1]) == list(range(24))
-
-
 def test_a_tenth_is_held_out_of_the_training_images() -> None:
     images = torch.arange(50, dtype=torch.uint8).view(50, 1, 1, 1).expand(50, 1, 4, 4)
     rest = (Augmentation(), CPU, 0, list("abcde"))
@@ -352,124 +232,3 @@ def test_a_tenth_is_held_out_of_the_training_images() -> None:
     assert (held.train_size, held.val_size) == (45, 5) and (data.train_size, data.val_size) == (50, 3)
     seen = [part[0][:, 0, 0, 0] for part in (held._train, held._val)]
     assert torch.equal(torch.cat(seen).sort().values, torch.arange(50, dtype=torch.uint8))
-
-
-class Foreign:
-    """An object of a user's own: validation batches of several sizes, and no word of processes."""
-
-    classes, class_names, train_size, val_size = 40, None, 0, 23
-
-    def train(self, epoch: int, start: int, batch: int, rank: int, world: int) -> Any:
-        return iter(())
-
-    def val(self, batch: int) -> Any:
-        for numbers in torch.arange(23).split([5, 1, 7, 7, 3]):
-            yield pictures(numbers), numbers
-
-
-def pictures(numbers: torch.Tensor) -> torch.Tensor:
-    return numbers.float().view(-1, 1, 1, 1).expand(-1, 3, 4, 4)
-
-
-def shared_data(kind: str, tmp_path: Path, workers: int = 0) -> Any:
-    """Data of a kind with 23 validation images, in batches of 5; a picture is known by its mean, or by its label."""
-    numbers = torch.arange(23)
-    if kind == "memory":
-        images = pictures(numbers).to(torch.uint8)
-        return ByteData((images, numbers), (images, numbers), (4, 4), HALF, LIGHT, CPU)
-    if kind == "files":
-        for split, count in (("train", 1), ("val", 23)):
-            for i in range(count):
-                for name in ("cat", "dog")[: 2 if split == "train" else 1]:
-                    (tmp_path / split / name).mkdir(parents=True, exist_ok=True)
-                    Image.new("RGB", (16, 16), (i, i, i)).save(tmp_path / split / name / f"{i}.png")
-        return opened(tmp_path, crop_pct=1.0, workers=workers)
-    if kind == "shards":
-        return opened(write_shards(tmp_path, {"train": [1], "validation": [9, 8, 6]}), classes=100, workers=workers)
-    if kind == "loaders":
-        pairs = torch.utils.data.TensorDataset(pictures(numbers), numbers)
-        loader = torch.utils.data.DataLoader(pairs, batch_size=5, shuffle=True)
-        return hiap.LoaderData(loader, loader)
-    return Foreign()
-
-
-class TestValidationIsSharedAmongProcesses:
-    KINDS = ("memory", "files", "shards", "loaders", "foreign")
-
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_parts_are_disjoint_and_together_whole(self, kind: str, tmp_path: Path) -> None:
-        data = shared_data(kind, tmp_path)
-
-        def known(batches: Any) -> list[float]:
-            found = [(x.mean((1, 2, 3)), y) for x, y in batches]
-            return [round(v, 4) for x, y in found for v in (y if kind == "shards" else x).tolist()]
-
-        whole = known(data.val(5))
-        assert len(whole) == len(set(whole)) == 23
-        for world in (1, 2, 3, 7):
-            parts = [known(val_part(data, 5, rank, world)) for rank in range(world)]
-            assert sorted(one for part in parts for one in part) == sorted(whole)
-            assert world == 1 or max(map(len, parts)) < 23
-
-    def test_batches_stay_what_they_were(self, tmp_path: Path) -> None:
-        for kind in ("memory", "files", "loaders", "foreign"):
-            data = shared_data(kind, tmp_path)
-            parts = [list(val_part(data, 5, rank, 2)) for rank in range(2)]
-            merged = [parts[i % 2][i // 2] for i in range(5)]
-            assert same(merged, list(data.val(5)))
-
-    def test_images_of_other_processes_are_not_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        files, shards = shared_data("files", tmp_path / "a"), shared_data("shards", tmp_path / "b")
-        opened_images: list[Any] = []
-        monkeypatch.setattr(Image, "open", lambda *a, _open=Image.open: opened_images.append(a) or _open(*a))
-        list(val_part(files, 5, 1, 3))
-        assert len(opened_images) == 8  # batches 1 and 4, of 5 and of 3 images
-        opened_images.clear()
-        list(val_part(shards, 5, 2, 3))
-        assert len(opened_images) == 6  # the third shard
-
-    @pytest.mark.parametrize("kind", ["files", "shards"])
-    def test_loader_workers_share_a_part(self, kind: str, tmp_path: Path) -> None:
-        data = shared_data(kind, tmp_path, workers=2)
-        found = [labels(list(val_part(data, 5, rank, 2))) for rank in range(2)]
-        assert sorted(found[0] + found[1]) == sorted(labels(list(data.val(5))))
-
-    def test_a_part_of_broken_images_is_no_error(self, tmp_path: Path) -> None:
-        data = shared_data("files", tmp_path)
-        for i in range(5):
-            (tmp_path / f"val/cat/{i}.png").write_bytes(b"not an image")
-        with pytest.warns(UserWarning, match="5 images were skipped"):
-            assert list(val_part(data, 5, 0, 5)) == []
-        assert labels(list(val_part(data, 5, 4, 5))) == [0, 0, 0]
-
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("world", [3, 7])
-    def test_figures_are_those_of_one_process(self, kind: str, world: int, tmp_path: Path) -> None:
-        data = shared_data(kind, tmp_path)
-        torch.manual_seed(0)
-        size, classes = 16 if kind in ("files", "shards") else 4, 6 if kind == "files" else 24
-        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * size**2, classes)).eval()
-        alone = evaluate(model, data, 5)
-        counts: list[torch.Tensor] = []
-
-        def collect(count: torch.Tensor) -> torch.Tensor:
-            counts.append(count)
-            return count
-
-        for rank in range(world):
-            with contextlib.suppress(InputError):  # of an empty part on its own
-                evaluate(model, data, 5, reduce=collect, rank=rank, world=world)
-        assert len(counts) == world and all(count.dtype == torch.long for count in counts)
-        if world == 7 and kind != "shards":  # five batches: two parts are empty
-            assert sorted(count[2].item() for count in counts)[:3] == [0, 0, 1 if kind == "foreign" else 3]
-        total = torch.stack(counts).sum(0)
-        figures = [evaluate(model, data, 5, reduce=lambda _: total, rank=rank, world=world) for rank in range(world)]
-        assert figures == [alone] * world and alone["images"] == 23 and alone["top5"] > 0
-
-    def test_no_image_at_all_is_refused_in_every_process(self) -> None:
-        none = torch.empty(0, 3, 4, 4, dtype=torch.uint8), torch.empty(0, dtype=torch.long)
-        data = ByteData(none, none, (4, 4), HALF, LIGHT, CPU, class_names=["a", "b"])
-        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 2))
-        for rank in range(2):
-            with pytest.raises(InputError, match="there is no image to validate on"):
-                evaluate(model, data, 5, rank=rank, world=2)

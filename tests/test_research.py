@@ -1,40 +1,29 @@
 """The comparisons: every method ends at the budget, records continue where they stopped, and outsiders get the data."""
 
-import dataclasses
-import hashlib
-import io
 import json
 import re
 import subprocess
 import sys
 import time
-import zipfile
 from pathlib import Path
 
 import pytest
 import timm
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
+import compare
 import hiap
 from hiap.budget.latency import LatencyTable
 from hiap.data.sources import Augmentation, ByteData
 from hiap.models.registry import sites
 from hiap.nn.compact import Widths
 from hiap.training.config import read_config
+from methods import LEARNED, METHODS, PEERS, Peer, counted_macs, from_scratch, gated_run, missed
+from prune_tiny_imagenet import configuration, tenths
 
-FOLDER = Path(__file__).resolve().parents[1] / "research"
-sys.path.insert(0, str(FOLDER))
-import compare  # noqa: E402
-import dense_starts  # noqa: E402
-import tiny_imagenet  # noqa: E402
-from methods import LEARNED, METHODS, PEERS, Peer, counted_macs, from_scratch, gated_run, missed  # noqa: E402
-from prune_tiny_imagenet import configuration, tenths  # noqa: E402
-from record import KEY, Record, read  # noqa: E402
-from report import chosen  # noqa: E402
-from tiny_imagenet import read_tiles  # noqa: E402
-
+FOLDER = Path(compare.__file__).parent
 SHAPE = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 4, "num_classes": 5}
 HALF = ((0.5,) * 3, (0.5,) * 3)
 UNIT = 8 * 2 * 17 * 32  # eight neurons
@@ -120,56 +109,6 @@ def test_widths_from_scratch_have_other_weights(start, tmp_path: Path) -> None:
     network = peer.make(peer)
     assert [site.widths for site in sites(network)] == widths
     assert not torch.equal(network.patch_embed.proj.weight, peer.dense.patch_embed.proj.weight)
-
-
-@pytest.mark.slow
-def test_tables_of_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    keys = {"start": "vit", "weights": "w", "set": "", "target": "50%", "epochs": 15, "like": None, "device": "gpu"}
-    keys |= {"lr": 5e-4, "macs": 499, "dense_macs": 1000, "epoch_s": {"recover": 4.0}, "search": 0.0}
-    rows = [("hiap", 0, 72.0), ("hiap", 1, 73.0), ("taylor", 0, 71.0)]
-    records = [{**keys, "method": method, "seed": seed, "top1": top1, "final": True} for method, seed, top1 in rows]
-    records[0]["search"] = records[1]["search"] = 0.4
-    records.append(records[0] | {"final": False, "top1": 99})
-    records.append(records[0] | {"final": False, "top1": 98, "lr": 1e-3})
-    records.append(records[0] | {"set": "ema=0.9", "top1": 60, "search": 0})
-    records.append(records[2] | {"lr": 1e-3, "top1": 50, "trial_epochs": 5})
-    records.append(records[-1] | {"final": False, "epochs": 5, "top1": 45})
-    records.append(records[0] | {"final": "clock", "epochs": 6, "epoch_s": {"search": 5.0, "recover": 2.0}})
-    records.append(records[2] | {"like": "hiap 15", "epochs": 17, "top1": 71.5})
-    speed = {"final": "speed", "ms": 0.5, "dense_ms": 0.8, "batch": 256, "precision": "bf16", "mode": "compile"}
-    records += [records[0] | speed | {"ms": 9.0}, records[0] | speed]
-    records.append(records[2] | speed | {"mode": "graph", "dense_ms": None})
-    records.append(records[0] | {"method": "hiap_time", "target": "1.8ms by t.json 1234", "top1": 20})
-    file = tmp_path / "records.jsonl"
-
-    def tables(records: list[dict], plots: bool = True) -> str:
-        file.write_text("".join(json.dumps(record) + "\n" for record in records))
-        command = ["compare.py", "table", "--records", str(file)]
-        monkeypatch.setattr(sys, "argv", [*command, "--plots", str(tmp_path / "plots")] if plots else command)
-        compare.main()
-        return capsys.readouterr().out
-
-    text, same_time = tables(records).split("vit, 50% of the MACs, the training time of hiap 15 epochs")
-    seconds = 15 * (0.4 * 5 + 0.6 * 2)
-    assert f"| hiap | 72.50 | 1.00 | 2 | 49.90% | {seconds:.0f} s | 0.500 ms (1.60x) |  | 0.0005 | 99.00 |" in text
-    assert "| hiap (ema=0.9) | 60.00 | 0.00 | 1 | 49.90% |  |  |  | 0.0005 |  |" in text  # not timed alone
-    assert "| taylor | 71.00 | 0.00 | 1 | 49.90% |  |  | 0.500 ms | 0.0005 |  |" in text  # another mode
-    assert text.index("| hiap") < text.index("| taylor | 71.00 | 0.00 | 1 |") < text.index("| hiap (ema")
-    assert "| taylor | 50.00 | 0.00 | 1 | 49.90% |  |  | 0.500 ms | 0.001 | 45.00 |" in text  # each rate a row
-    assert "\nvit, 1.8ms by t.json 1234, 15 epochs (gpu)" in same_time
-    assert "| hiap | 72.50 |" in same_time and "| taylor | 71.50 |" in same_time
-    assert "(ema=0.9)" not in same_time  # it took another time
-    for name in ("macs", "seconds", "throughput_compile", "throughput_graph"):
-        assert Image.open(tmp_path / f"plots/vit_{name}.png").size[0] > 500
-    text = tables([record for record in records if record["final"] != "clock"], plots=False)
-    assert "| taylor | 50.00 | 0.00 | 1 | 49.90% | 60 s |  | 0.500 ms | 0.001 | 45.00 |" in text  # of the runs
-
-
-def test_plots_take_the_learning_rate_that_held_out_images_choose() -> None:
-    rows = [("hiap", 2e-4, 79.0, True), ("hiap", 5e-4, 78.0, True), ("hiap (ema=0.9)", 5e-4, 80.0, False)]
-    rows += [("l1", 1e-3, None, True), ("l1", 5e-4, 60.0, True)]
-    found = chosen([dict(zip(("method", "lr", "held_out", "plain"), row, strict=True)) for row in rows])
-    assert {row["method"]: row["lr"] for row in found} == {"hiap": 2e-4, "l1": 5e-4}
 
 
 @pytest.mark.slow
@@ -361,49 +300,6 @@ def test_peers_may_have_aligned_heads(start, tmp_path: Path) -> None:
 
 # -- records ----------------------------------------------------------------------------------------------------------
 
-OWN = {"start": "vit", "weights": "w", "set": "", "target": "50%", "epochs": 15, "like": None, "method": "hiap"}
-OWN |= {"lr": 5e-4, "seed": 0, "final": True, "device": "gpu"}
-
-
-@pytest.mark.parametrize(("name", "count"), [("compare.jsonl", 197), ("compare_8740963.jsonl", 15)])
-def test_every_kept_record_loads_under_its_old_names_and_survives_a_round_trip(name: str, count: int) -> None:
-    lines = (FOLDER / "records" / name).read_text().splitlines()
-    records = read(FOLDER / "records" / name)
-    assert len(records) == len(lines) >= count
-    for line, record in zip(lines, records, strict=True):
-        given = json.loads(line)
-        given["method"] = given.pop("arm", None) or given["method"]
-        known = {key: value for key, value in dataclasses.asdict(record).items() if value is not None}
-        assert known == {key: value for key, value in given.items() if value is not None}
-        assert Record.from_dict(json.loads(record.to_json())) == record
-        assert record.key == tuple(given[key] for key in KEY)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"top_1": 70.0}, "line 2: unknown field 'top_1'; known: start, weights, set, "),
-        ({"epochs": "15"}, "line 2: 'epochs' must be int; found '15'"),
-        ({"epochs": 15.5}, "line 2: 'epochs' must be int; found 15.5"),
-        ({"seed": True}, "line 2: 'seed' must be int; found True"),
-        ({"final": "held out"}, "line 2: 'final' must be bool | Literal['clock', 'speed']; found 'held out'"),
-        ({"widths": [{"heads": "3"}]}, "line 2: 'widths' must be list[dict[str, int | None]] | None; found"),
-        ({"epoch_s": {"search": None}}, "line 2: 'epoch_s' must be dict[str, float] | None; found"),
-        ({"arm": "taylor"}, "line 2: 'method' is given twice, once under its old name"),
-        ({"device": ...}, "line 2: missing fields: device"),
-    ],
-)
-def test_records_refuse_fields_that_are_unknown_or_of_another_type(change: dict, message: str, tmp_path: Path) -> None:
-    wrong = {key: value for key, value in (OWN | change).items() if value is not ...}
-    (tmp_path / "r.jsonl").write_text(json.dumps(OWN | {"top1": 70}) + "\n" + json.dumps(wrong) + "\n")
-    with pytest.raises(ValueError, match=re.escape(f"r.jsonl, {message}")):
-        read(tmp_path / "r.jsonl")
-
-
-def test_every_field_of_a_record_is_described_once() -> None:
-    described = re.findall(r"^        (\w+): ", Record.__doc__ or "", re.MULTILINE)
-    assert described == [field.name for field in dataclasses.fields(Record)]
-
 
 def test_the_old_spelling_of_methods_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = f"compare.py run --data {tmp_path} --model test_vit --records {tmp_path / 'r.jsonl'} --arms slim"
@@ -421,132 +317,4 @@ def test_the_lists_of_runs_are_accepted_as_they_stand() -> None:
         assert {name for names in methods for name in names.split(",")} <= set(METHODS)
 
 
-def test_every_link_of_the_results_leads_somewhere() -> None:
-    """Files exist, and so do the headings that anchors name."""
-
-    def headings(page: Path) -> set[str]:
-        found = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-        return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in found}
-
-    pages = [FOLDER / "README.md", FOLDER / "choices.md", FOLDER.parent / "docs/results.md"]
-    for page in pages:
-        links = [link for link in re.findall(r"\]\(([^)]+)\)", page.read_text()) if "://" not in link]
-        assert len(links) > 5
-        for link in links:
-            path, _, anchor = link.partition("#")
-            target = (page.parent / path).resolve() if path else page
-            assert target.exists() and (not anchor or anchor in headings(target)), f"{page.name}: {link}"
-
-
-def test_the_recorded_digests_of_the_dense_models_are_those_that_records_name() -> None:
-    known = json.loads((FOLDER / "dense_starts.json").read_text())
-    named = {record.weights for record in read(FOLDER / "records/compare.jsonl")}
-    assert named == {f"{name} {entry['sha256'][:8]}" for name, entry in known.items()}
-
-
 # -- what outsiders start from ----------------------------------------------------------------------------------------
-
-WNIDS = ("n02000000", "n01000000", "n03000000")  # the archive does not sort them
-
-
-def archive(path: Path, images: int = 20, leave_out: str | None = None) -> Path:
-    """A Tiny-ImageNet archive in the public layout: image i of class c, sorted, has the grey level 50 c + i (+ 100)."""
-
-    def jpeg(level: int, mode: str) -> bytes:
-        file = io.BytesIO()
-        Image.new(mode, (64, 64), level if mode == "L" else (level,) * 3).save(file, "JPEG", quality=95)
-        return file.getvalue()
-
-    order = sorted(WNIDS)
-    with zipfile.ZipFile(path, "w") as out:
-
-        def write(name: str, content: str | bytes) -> None:
-            if name != leave_out:
-                out.writestr(f"tiny-imagenet-200/{name}", content)
-
-        write("wnids.txt", "".join(f"{wnid}\n" for wnid in WNIDS))
-        write("words.txt", "n01000000\tgoldfish, Carassius auratus\nn02000000\tbull frog\nn99000000\tentity\n")
-        for wnid in WNIDS:
-            write(f"train/{wnid}/{wnid}_boxes.txt", "")
-            for i in reversed(range(images)):
-                level = 50 * order.index(wnid) + i
-                write(f"train/{wnid}/images/{wnid}_{i}.JPEG", jpeg(level, "L" if i == 3 else "RGB"))
-        lines = []
-        for i in range(6):  # two of each class, in turn
-            wnid = WNIDS[i % 3]
-            write(f"val/images/val_{i}.JPEG", jpeg(100 + 50 * order.index(wnid) + i, "RGB"))
-            lines.append(f"val_{i}.JPEG\t{wnid}\t0\t0\t63\t63\n")
-        write("val/val_annotations.txt", "".join(reversed(lines)))
-        write("test/images/test_0.JPEG", jpeg(0, "RGB"))
-    return path
-
-
-def test_the_public_archive_becomes_ten_tenths_and_a_validation_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Classes are in the order of their ids, images in that of their numbers: 2 comes before 10."""
-    zipped = archive(tmp_path / "tiny-imagenet-200.zip")
-    monkeypatch.setattr(sys, "argv", f"tiny_imagenet.py {zipped} --out {tmp_path / 'tiny'}".split())
-    tiny_imagenet.main()
-    for k in range(10):
-        images, labels = read_tiles(tmp_path / f"tiny/train_{k}.jpg", range(2))
-        assert labels.tolist() == [0, 0, 1, 1, 2, 2] and images.shape == (6, 3, 64, 64)
-        levels = torch.tensor([50 * label + 2 * k + i for label in range(3) for i in range(2)])
-        torch.testing.assert_close(images.float().mean((1, 2, 3)), levels.float(), atol=1.5, rtol=0)
-    images, labels = read_tiles(tmp_path / "tiny/val.jpg", range(2))
-    levels = [101, 104, 150, 153, 202, 205]  # val_1 and val_4 are of the class that sorts first
-    torch.testing.assert_close(images.float().mean((1, 2, 3)), torch.tensor(levels).float(), atol=1.5, rtol=0)
-    names = [("n01000000", "goldfish, Carassius auratus"), ("n02000000", "bull frog"), ("n03000000", "n03000000")]
-    assert json.loads((tmp_path / "tiny/classes.json").read_text()) == [
-        {"wnid": wnid, "name": name} for wnid, name in names
-    ]
-    with Image.open(tmp_path / "tiny/val.jpg") as sheet:
-        assert sheet.size == (2 * 64, 3 * 64) and sheet.info["progressive"]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"leave_out": "wnids.txt"}, "must have one wnids.txt, as tiny-imagenet-200.zip has; found 0"),
-        ({"leave_out": "val/val_annotations.txt"}, "has no val/val_annotations.txt, as tiny-imagenet-200.zip has"),
-        (
-            {"leave_out": "train/n01000000/images/n01000000_4.JPEG"},
-            "every class must have the same number of training images; found 19 to 20",
-        ),
-        ({"images": 15}, "the training images of a class must divide into ten equal parts; found 15"),
-    ],
-)
-def test_another_archive_is_refused(given: dict, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    zipped = archive(tmp_path / "a.zip", **given)
-    monkeypatch.setattr(sys, "argv", f"tiny_imagenet.py {zipped} --out {tmp_path / 'tiny'}".split())
-    with pytest.raises(SystemExit, match=re.escape(message)):
-        tiny_imagenet.main()
-    assert not (tmp_path / "tiny").exists()
-
-
-def test_a_broken_download_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.zip").write_bytes(b"PK and no more")
-    with pytest.raises(ValueError, match=re.escape("a.zip is no zip archive: is the download complete?")):
-        tiny_imagenet.Archive(tmp_path / "a.zip")
-
-
-def test_a_dense_start_is_made_without_a_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the archive to weights that a comparison loads, on a model and images that take no time."""
-    tiny_imagenet.convert(archive(tmp_path / "a.zip", images=10), tmp_path / "tiny")
-    half = (0.5, 0.5, 0.5)
-    monkeypatch.setitem(dense_starts.STARTS, "vit_tiny", ("test_vit", 32, (half, half)))
-    out = tmp_path / "starts/dense.safetensors"
-    command = f"dense_starts.py vit_tiny --data {tmp_path / 'tiny'} --out {out} --no-pretrained --limit 1 --batch 10"
-    monkeypatch.setattr(sys, "argv", [*command.split(), "--epochs", "4", "--lr", "3e-3", "--precision", "fp32"])
-    dense_starts.main()
-    record, weights = json.loads(out.with_suffix(".json").read_text()), load_file(out)
-    assert record["sha256"] == hashlib.sha256(out.read_bytes()).hexdigest()
-    assert (record["model"], record["img_size"], record["epochs"]) == ("test_vit", 32, 4)
-    assert {tensor.dtype for tensor in weights.values()} == {torch.float16}
-    model = timm.create_model("test_vit", img_size=32, num_classes=3)
-    fresh = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
-    assert not any(torch.equal(tensor, fresh[name]) for name, tensor in weights.items() if name.endswith("fc1.weight"))
-    data = tenths(tmp_path / "tiny", configuration("vit_tiny", None, {}), True, torch.device("cpu"), 1)
-    right = sum((model.eval()(x).argmax(1) == y).sum().item() for x, y in data.val(3))
-    assert record["top1"] == pytest.approx(100 * right / 3) and (data.train_size, data.val_size) == (30, 3)

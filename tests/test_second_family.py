@@ -13,7 +13,7 @@ from conftest import randomise
 from hiap.speed.bench import bench, dense_like
 from hiap.speed.measure import measure
 from hiap.training.loop import Run
-from test_train import noise_data, tiny
+from runs import noise_data, tiny
 from tiny_family import Layer, TinyViT
 
 CPU = torch.device("cpu")

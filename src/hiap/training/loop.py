@@ -377,13 +377,9 @@ class Run:
         assert isinstance(self.phase, Recover)
         model = self.phase.result()
         scores = context.scores(model)
-        self.record.update(
-            top1=scores["top1"],
-            top5=scores["top5"],
-            macs=macs(model),
-            params=sum(p.numel() for p in model.parameters()),
-            seconds=self.seconds,
-        )
+        params = sum(p.numel() for p in model.parameters())
+        self.record.update(top1=scores["top1"], top5=scores["top5"], macs=macs(model), params=params)
+        self.record["seconds"] = self.seconds
         if self.folder is not None:
             try:
                 save(model, self.out / "compact", context.data.class_names)

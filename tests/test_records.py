@@ -1,0 +1,132 @@
+"""The records of comparisons, and what is made of them."""
+
+import dataclasses
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+import compare
+from record import KEY, Record, read
+from report import chosen
+from test_research import FOLDER
+
+
+@pytest.mark.slow
+def test_tables_of_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = {"start": "vit", "weights": "w", "set": "", "target": "50%", "epochs": 15, "like": None, "device": "gpu"}
+    keys |= {"lr": 5e-4, "macs": 499, "dense_macs": 1000, "epoch_s": {"recover": 4.0}, "search": 0.0}
+    rows = [("hiap", 0, 72.0), ("hiap", 1, 73.0), ("taylor", 0, 71.0)]
+    records = [{**keys, "method": method, "seed": seed, "top1": top1, "final": True} for method, seed, top1 in rows]
+    records[0]["search"] = records[1]["search"] = 0.4
+    records.append(records[0] | {"final": False, "top1": 99})
+    records.append(records[0] | {"final": False, "top1": 98, "lr": 1e-3})
+    records.append(records[0] | {"set": "ema=0.9", "top1": 60, "search": 0})
+    records.append(records[2] | {"lr": 1e-3, "top1": 50, "trial_epochs": 5})
+    records.append(records[-1] | {"final": False, "epochs": 5, "top1": 45})
+    records.append(records[0] | {"final": "clock", "epochs": 6, "epoch_s": {"search": 5.0, "recover": 2.0}})
+    records.append(records[2] | {"like": "hiap 15", "epochs": 17, "top1": 71.5})
+    speed = {"final": "speed", "ms": 0.5, "dense_ms": 0.8, "batch": 256, "precision": "bf16", "mode": "compile"}
+    records += [records[0] | speed | {"ms": 9.0}, records[0] | speed]
+    records.append(records[2] | speed | {"mode": "graph", "dense_ms": None})
+    records.append(records[0] | {"method": "hiap_time", "target": "1.8ms by t.json 1234", "top1": 20})
+    file = tmp_path / "records.jsonl"
+
+    def tables(records: list[dict], plots: bool = True) -> str:
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+        command = ["compare.py", "table", "--records", str(file)]
+        monkeypatch.setattr(sys, "argv", [*command, "--plots", str(tmp_path / "plots")] if plots else command)
+        compare.main()
+        return capsys.readouterr().out
+
+    text, same_time = tables(records).split("vit, 50% of the MACs, the training time of hiap 15 epochs")
+    seconds = 15 * (0.4 * 5 + 0.6 * 2)
+    assert f"| hiap | 72.50 | 1.00 | 2 | 49.90% | {seconds:.0f} s | 0.500 ms (1.60x) |  | 0.0005 | 99.00 |" in text
+    assert "| hiap (ema=0.9) | 60.00 | 0.00 | 1 | 49.90% |  |  |  | 0.0005 |  |" in text  # not timed alone
+    assert "| taylor | 71.00 | 0.00 | 1 | 49.90% |  |  | 0.500 ms | 0.0005 |  |" in text  # another mode
+    assert text.index("| hiap") < text.index("| taylor | 71.00 | 0.00 | 1 |") < text.index("| hiap (ema")
+    assert "| taylor | 50.00 | 0.00 | 1 | 49.90% |  |  | 0.500 ms | 0.001 | 45.00 |" in text  # each rate a row
+    assert "\nvit, 1.8ms by t.json 1234, 15 epochs (gpu)" in same_time
+    assert "| hiap | 72.50 |" in same_time and "| taylor | 71.50 |" in same_time
+    assert "(ema=0.9)" not in same_time  # it took another time
+    for name in ("macs", "seconds", "throughput_compile", "throughput_graph"):
+        assert Image.open(tmp_path / f"plots/vit_{name}.png").size[0] > 500
+    text = tables([record for record in records if record["final"] != "clock"], plots=False)
+    assert "| taylor | 50.00 | 0.00 | 1 | 49.90% | 60 s |  | 0.500 ms | 0.001 | 45.00 |" in text  # of the runs
+
+
+def test_plots_take_the_learning_rate_that_held_out_images_choose() -> None:
+    rows = [("hiap", 2e-4, 79.0, True), ("hiap", 5e-4, 78.0, True), ("hiap (ema=0.9)", 5e-4, 80.0, False)]
+    rows += [("l1", 1e-3, None, True), ("l1", 5e-4, 60.0, True)]
+    found = chosen([dict(zip(("method", "lr", "held_out", "plain"), row, strict=True)) for row in rows])
+    assert {row["method"]: row["lr"] for row in found} == {"hiap": 2e-4, "l1": 5e-4}
+
+
+OWN = {"start": "vit", "weights": "w", "set": "", "target": "50%", "epochs": 15, "like": None, "method": "hiap"}
+OWN |= {"lr": 5e-4, "seed": 0, "final": True, "device": "gpu"}
+
+
+@pytest.mark.parametrize(("name", "count"), [("compare.jsonl", 197), ("compare_8740963.jsonl", 15)])
+def test_every_kept_record_loads_under_its_old_names_and_survives_a_round_trip(name: str, count: int) -> None:
+    lines = (FOLDER / "records" / name).read_text().splitlines()
+    records = read(FOLDER / "records" / name)
+    assert len(records) == len(lines) >= count
+    for line, record in zip(lines, records, strict=True):
+        given = json.loads(line)
+        given["method"] = given.pop("arm", None) or given["method"]
+        known = {key: value for key, value in dataclasses.asdict(record).items() if value is not None}
+        assert known == {key: value for key, value in given.items() if value is not None}
+        assert Record.from_dict(json.loads(record.to_json())) == record
+        assert record.key == tuple(given[key] for key in KEY)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"top_1": 70.0}, "line 2: unknown field 'top_1'; known: start, weights, set, "),
+        ({"epochs": "15"}, "line 2: 'epochs' must be int; found '15'"),
+        ({"epochs": 15.5}, "line 2: 'epochs' must be int; found 15.5"),
+        ({"seed": True}, "line 2: 'seed' must be int; found True"),
+        ({"final": "held out"}, "line 2: 'final' must be bool | Literal['clock', 'speed']; found 'held out'"),
+        ({"widths": [{"heads": "3"}]}, "line 2: 'widths' must be list[dict[str, int | None]] | None; found"),
+        ({"epoch_s": {"search": None}}, "line 2: 'epoch_s' must be dict[str, float] | None; found"),
+        ({"arm": "taylor"}, "line 2: 'method' is given twice, once under its old name"),
+        ({"device": ...}, "line 2: missing fields: device"),
+    ],
+)
+def test_records_refuse_fields_that_are_unknown_or_of_another_type(change: dict, message: str, tmp_path: Path) -> None:
+    wrong = {key: value for key, value in (OWN | change).items() if value is not ...}
+    (tmp_path / "r.jsonl").write_text(json.dumps(OWN | {"top1": 70}) + "\n" + json.dumps(wrong) + "\n")
+    with pytest.raises(ValueError, match=re.escape(f"r.jsonl, {message}")):
+        read(tmp_path / "r.jsonl")
+
+
+def test_every_field_of_a_record_is_described_once() -> None:
+    described = re.findall(r"^        (\w+): ", Record.__doc__ or "", re.MULTILINE)
+    assert described == [field.name for field in dataclasses.fields(Record)]
+
+
+def test_every_link_of_the_results_leads_somewhere() -> None:
+    """Files exist, and so do the headings that anchors name."""
+
+    def headings(page: Path) -> set[str]:
+        found = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+        return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in found}
+
+    pages = [FOLDER / "README.md", FOLDER / "choices.md", FOLDER.parent / "docs/results.md"]
+    for page in pages:
+        links = [link for link in re.findall(r"\]\(([^)]+)\)", page.read_text()) if "://" not in link]
+        assert len(links) > 5
+        for link in links:
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists() and (not anchor or anchor in headings(target)), f"{page.name}: {link}"
+
+
+def test_the_recorded_digests_of_the_dense_models_are_those_that_records_name() -> None:
+    known = json.loads((FOLDER / "dense_starts.json").read_text())
+    named = {record.weights for record in read(FOLDER / "records/compare.jsonl")}
+    assert named == {f"{name} {entry['sha256'][:8]}" for name, entry in known.items()}

@@ -37,7 +37,7 @@ everything else has the default below. In YAML and in Python an option is writte
 `hiap prune --print-config` shows what a command would use.
 
 ```python
-config = hiap.read_config(None, {{"target": "50%", "batch_size": 64, "keep_blocks": [0, 11]}})
+config = hiap.read_config(None, {{"target": "50%", "keep_blocks": [0, 11]}})
 ```
 
 Recipes that come with the package: {recipes}.

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import hiap
 from conftest import images, make
+from hiap.budget import target as target_file
 from hiap.budget.controller import BudgetError, Controller, Floors, Target
 from hiap.training.config import Config, ConfigError
 from hiap.training.schedule import Schedule
@@ -124,10 +125,10 @@ def test_the_dense_model_is_no_target(text: str, message: str) -> None:
 
 def test_targets_are_read_without_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; import importlib.util as u; "
-    code += f"s = u.spec_from_file_location('target', {hiap.target.__file__!r}); m = u.module_from_spec(s); "
+    code += f"s = u.spec_from_file_location('target', {target_file.__file__!r}); m = u.module_from_spec(s); "
     code += "sys.modules['target'] = m; s.loader.exec_module(m); print(m.Target.parse('42%').absolute(100))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "42.0\n"
-    assert hiap.BudgetError is BudgetError is hiap.target.BudgetError
+    assert hiap.BudgetError is BudgetError is target_file.BudgetError
 
 
 def test_a_share_of_the_parameters_as_the_target() -> None:

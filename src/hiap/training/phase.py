@@ -51,7 +51,7 @@ class Phase:
     name: ClassVar[str]
     mid_epoch: ClassVar[bool] = False
     averaged: ClassVar[bool] = True
-    noise_seed: ClassVar[int] = 2**32  # added to the step, so that no two courses draw the same
+    seed_offset: ClassVar[int] = 2**32  # added to the step, so that no two courses draw the same
 
     def __init__(self, context: Context, network: nn.Module, teacher: Teacher | None, step: int, end: int) -> None:
         config = context.config
@@ -124,7 +124,7 @@ class Phase:
     def train_step(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         """One optimiser step; the loop counts it. Returns the named terms of the loss."""
         context, config, accelerator = self.context, self.context.config, self.context.accelerator
-        number = self.step + self.noise_seed
+        number = self.step + self.seed_offset
         torch.manual_seed(mix_seed(config.seed, number, context.rank))
         self.lr_scheduler.step_update(self.step)
         self.before_step()

@@ -40,7 +40,7 @@ class Dense(Phase):
 
     name = "dense"
     averaged = False
-    noise_seed = 0
+    seed_offset = 0
 
     def __init__(self, context: Context) -> None:
         super().__init__(context, context.dense(), None, 0, context.first)

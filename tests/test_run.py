@@ -25,6 +25,19 @@ from runs import TINY, noise_data, same, signalled, tiny, weights
 CPU = torch.device("cpu")
 
 
+def test_metrics_have_the_accuracy_of_the_epochs_that_were_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = []
+    score = Run._score
+    monkeypatch.setattr(Run, "_score", lambda self: scores.append(score(self) + len(scores)) or scores[-1])
+    result = prune(tiny(eval_every=3, epochs=8), tmp_path / "run", data=noise_data(512, 8))
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines if "top1" in line] == [3, 6, 8]
+    assert [line["top1"] for line in lines if "top1" in line] == scores
+    assert result.record["top1"] == scores[-1] - 2
+
+
 class TestDefaults:
     def test_the_learning_rate_follows_batch_and_length(self) -> None:
         assert pruning_rate(64, 50_000) == pytest.approx(2.5e-4)

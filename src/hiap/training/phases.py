@@ -251,10 +251,10 @@ class Recover(Phase):
         if facts is None:
             assert topology is not None
             facts = context.facts(topology.widths(context.config.round_to))
-        self.facts = facts
+        self.described, self.facts = facts, dict(facts)
 
     def measured(self) -> dict[str, Any]:
-        return dict(self.facts)
+        return dict(self.described)
 
     def keep(self, line: dict[str, Any]) -> None:
         record = self.context.record

@@ -23,6 +23,7 @@ def imports(file: Path) -> set[str]:
     """What a module imports of the package, inside functions too."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
+        assert not isinstance(node, ast.ImportFrom) or node.level == 0, f"{file} has a relative import"
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "hiap":
             inside = node.module.partition(".")[2]
             found |= {

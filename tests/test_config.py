@@ -64,7 +64,7 @@ class TestConfig:
 
         monkeypatch.setattr("timm.create_model", offline)
         with pytest.raises(ConfigError, match=r"no connection.*--weights FILE, or --no-pretrained"):
-            plan(read_config(None, {"model": "vit_tiny_patch16_224", "target": "50%"}))
+            plan(read_config(None, {"model": "vit_tiny_patch16_224", "target": "50%", "data": "digits"}))
 
     def test_q_k_dims_join_where_a_target_allows_it(self) -> None:
         assert "qk_dim" in Config(target="50%").gate_kinds(qk_norm=False)

@@ -343,3 +343,9 @@ def test_the_papers_name_of_ffn_gates_is_accepted() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     config = hiap.read_config(None, {"target": "50%", "granularities": ["head", "block"]})
     assert config.gate_kinds(False) == ("head", "ffn")
+
+
+def test_gates_come_out_of_a_wrapped_model() -> None:
+    model = make()
+    wrapped = torch.nn.DataParallel(hiap.attach(model))
+    assert hiap.detach(wrapped) is wrapped and not any(hiap.gates(model))

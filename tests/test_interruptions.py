@@ -305,7 +305,7 @@ class TestInterruptions:
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr("hiap.training.loop.save", full)
+            patch.setattr("hiap.training.result.save", full)
             with pytest.raises(
                 RunError, match=r"cannot be saved: .*No space left.* is whole in .*checkpoint-0+8: mend"
             ):

@@ -230,8 +230,9 @@ def test_every_error_is_ours_and_what_it_was() -> None:
     import hiap.errors as errors
 
     kinds = [getattr(errors, name) for name in errors.__all__ if name != "HiapError"]
-    assert len(kinds) == 9
-    assert all(issubclass(kind, hiap.HiapError) and issubclass(kind, ValueError | RuntimeError) for kind in kinds)
+    assert len(kinds) == 10
+    usual = (ValueError, RuntimeError, TypeError)
+    assert all(issubclass(kind, hiap.HiapError) and issubclass(kind, usual) for kind in kinds)
     assert errors.ConfigError is hiap.ConfigError and errors.RunError is hiap.RunError
 
 

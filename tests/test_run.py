@@ -221,6 +221,12 @@ class TestModelsAndDataOfOnesOwn:
             with pytest.raises(ValueError, match=text):
                 plan(read_config(None, {"data": data, "target": "50%"}))
 
+    def test_a_model_without_images_is_refused(self, tmp_path: Path) -> None:
+        model = timm.create_model("vit_tiny_patch16_224", **TINY["model_args"])
+        with pytest.raises(ConfigError, match=r"there are no images: set data .* data=\(train_loader, val_loader\)"):
+            prune(hiap.Config(target="50%"), tmp_path / "run", model=model)
+        assert not (tmp_path / "run").exists()
+
     def test_what_cannot_be_saved_is_refused_before_training(self, tmp_path: Path) -> None:
         torch.manual_seed(0)
         model = timm.create_model("vit_tiny_patch16_224", **{**TINY["model_args"], "num_classes": 10})

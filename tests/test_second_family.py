@@ -10,11 +10,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hiap
 from conftest import randomise
+from hiap.models.registry import find_family
+from hiap.nn.compact import Block
+from hiap.pruning.saving import check_savable
 from hiap.speed.bench import bench, dense_like
 from hiap.speed.measure import measure
 from hiap.training.loop import Run
 from runs import noise_data, tiny
-from tiny_family import Layer, TinyViT
+from tiny_family import Layer, TinyFamily, TinyViT
 
 CPU = torch.device("cpu")
 SOURCE = Path(hiap.__file__).parent
@@ -146,6 +149,61 @@ def test_a_run_prunes_it_and_can_be_resumed(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), result.model.parameters(), strict=True))
 
 
+def test_blocks_that_were_cut_stay_compact(model: TinyViT, x: torch.Tensor, tmp_path: Path) -> None:
+    compact = hiap.extract(model, hiap.Topology.from_counts(model, heads=[1, 1], neurons=[8, 8]))
+    keys, before = compact.state_dict().keys(), compact(x)
+    hiap.detach(hiap.attach(compact))
+    assert compact.state_dict().keys() == keys and torch.equal(before, compact(x))
+    hiap.save(compact, tmp_path / "compact")
+
+
+def test_what_is_refused_is_left_alone(model: TinyViT, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="nothing to gate"):
+        hiap.attach(model, keep_blocks=[0, 1])
+    assert all(type(layer) is Layer for layer in model.encoder["layers"])
+    to_block, calls = TinyFamily.to_block, []
+
+    def second_fails(self: TinyFamily, layer: Layer) -> Block:
+        calls.append(layer)
+        if len(calls) == 2:
+            raise hiap.UnsupportedModelError("not this one")
+        return to_block(self, layer)
+
+    monkeypatch.setattr(TinyFamily, "to_block", second_fails)
+    with pytest.raises(hiap.UnsupportedModelError, match="not this one"):
+        hiap.attach(model)
+    assert all(type(layer) is Layer for layer in model.encoder["layers"])
+
+
+def test_hooks_of_users_come_along(model: TinyViT, x: torch.Tensor) -> None:
+    seen = []
+    model.encoder["layers"][0].register_forward_hook(lambda *call: seen.append(call))
+    model(x)
+    hiap.attach(model)(x)
+    hiap.detach(model)(x)
+    assert len(seen) == 3
+
+
+def test_the_family_registered_last_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(TinyFamily):
+        name = "mine"
+
+    families = hiap.register_family.__globals__["_FAMILIES"]
+    monkeypatch.setitem(families, "mine", Mine())
+    assert [site.family.name for site in Mine().sites(TinyViT())] == ["mine"] * 2
+    assert find_family(TinyViT()).name == "mine"
+    with pytest.raises(ValueError, match="there is another family with the name 'tiny': TinyFamily"):
+        hiap.register_family(type("Other", (TinyFamily,), {})())
+    hiap.register_family(TinyFamily())  # again, as in a notebook
+
+
+def test_a_recipe_that_is_no_json_is_refused_before_training(model: TinyViT, monkeypatch: pytest.MonkeyPatch) -> None:
+    describe = TinyFamily.describe
+    monkeypatch.setattr(TinyFamily, "describe", lambda self, *given: describe(self, *given) | {"size": torch.float64})
+    with pytest.raises(hiap.CheckpointError, match="the recipe cannot be written as JSON"):
+        check_savable(model)
+
+
 def test_no_other_module_knows_members_of_timms_models() -> None:
     """Blocks are told apart: the members of `nn.compact.Block` are our own, whatever timm calls its."""
     members = [
@@ -173,10 +231,10 @@ def test_no_other_module_knows_members_of_timms_models() -> None:
         "no_embed_class",
         "dynamic_img_size",
     ]
-    text = re.compile(rf"\.({'|'.join(members)})\b|\bmodel\.blocks\b|timm\.models|timm\.layers|VisionTransformer\b")
+    text = re.compile(rf"\b({'|'.join(members)})\b|\bmodel\.blocks\b|timm\.models|timm\.layers|VisionTransformer\b")
     found = {
         str(file.relative_to(SOURCE)): text.findall(file.read_text())
         for file in sorted(SOURCE.rglob("*.py"))
-        if text.search(file.read_text()) and file.parent.name != "models"
+        if text.search(file.read_text()) and file.name != "timm.py"
     }
     assert found == {"registration.py": [""]}  # where timm is told of saved models

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         ExtractionError,
         HiapError,
         InputError,
+        KindError,
         LatencyError,
         RunError,
         TopologyError,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from hiap.speed.measure import measure
     from hiap.training.config import Config, read_config
     from hiap.training.loop import prune
+    from hiap.training.result import Result
     from hiap.training.schedule import Schedule
 
 __version__ = version("hiap")
@@ -68,6 +70,7 @@ __all__ = [
     "Gate",
     "HiapError",
     "InputError",
+    "KindError",
     "LatencyCost",
     "LatencyError",
     "LatencyTable",
@@ -75,6 +78,7 @@ __all__ = [
     "MacCost",
     "ParamCost",
     "Provenance",
+    "Result",
     "RunError",
     "Schedule",
     "Site",
@@ -110,8 +114,8 @@ _MODULES = {  # and the names each of them gives to the package
     "budget.latency": "LatencyCost LatencyTable",
     "data.loaders": "LoaderData",
     "data.sources": "Data",
-    "errors": "BudgetError CheckpointError ConfigError ExtractionError HiapError InputError LatencyError RunError "
-    "TopologyError UnsupportedModelError",
+    "errors": "BudgetError CheckpointError ConfigError ExtractionError HiapError InputError KindError LatencyError "
+    "RunError TopologyError UnsupportedModelError",
     "models.family": "Family Site",
     "models.registry": "register_family",
     "nn.gates": "Gate",
@@ -126,6 +130,7 @@ _MODULES = {  # and the names each of them gives to the package
     "speed.measure": "measure",
     "training.config": "Config read_config",
     "training.loop": "prune",
+    "training.result": "Result",
     "training.schedule": "Schedule",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}

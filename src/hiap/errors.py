@@ -11,6 +11,7 @@ __all__ = [
     "ExtractionError",
     "HiapError",
     "InputError",
+    "KindError",
     "LatencyError",
     "RunError",
     "TopologyError",
@@ -24,6 +25,10 @@ class HiapError(Exception):
 
 class InputError(HiapError, ValueError):
     """An argument, a file or data that cannot be used."""
+
+
+class KindError(HiapError, TypeError):
+    """An argument of another kind than is needed."""
 
 
 class ConfigError(HiapError, ValueError):

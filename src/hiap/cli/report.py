@@ -43,7 +43,7 @@ def report(result: Any, config: Config) -> None:
         print(f"kept the best epoch on the validation images, {best['epoch']} of {config.epochs}")
     else:
         print("kept the last epoch; --keep best keeps the best on the validation images")
-    run, source = shlex.quote(str(result.folder.parent)), shlex.quote(config.data)
+    run, source = shlex.quote(str(result.folder.parent)), shlex.quote(config.data or "")
     given = [(name, getattr(config, name)) for name in ("val_split", "input_key", "target_key")]
     split = "".join(f" --{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in given if value)
     print(f"saved in {result.folder}; next:")

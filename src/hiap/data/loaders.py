@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from hiap.data.images import Batch, mix_seed
-from hiap.errors import InputError
+from hiap.errors import InputError, KindError
 
 __all__ = ["LoaderData"]
 
@@ -46,9 +46,9 @@ class LoaderData:
         for name, loader in (("training", train), ("validation", val)):
             if not hasattr(loader, "__iter__") or isinstance(loader, Tensor | str | dict):
                 kind = type(loader).__name__
-                raise TypeError(f"the {name} loader must yield (images, labels), as a DataLoader does; found {kind}")
+                raise KindError(f"the {name} loader must yield (images, labels), as a DataLoader does; found {kind}")
         if not _sized(train):
-            raise TypeError("the training loader must have a length, so that an epoch has; give its data set one")
+            raise KindError("the training loader must have a length, so that an epoch has; give its data set one")
         self._train, self._val = train, val
         found, names = _classes(getattr(train, "dataset", None))
         self.class_names = class_names or (names if classes in (None, found) else None)

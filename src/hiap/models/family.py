@@ -190,14 +190,14 @@ class Family(ABC):
         return dict(vars(model).get("usage", {}))
 
     def set_usage(self, model: nn.Module, usage: Mapping[str, Any]) -> None:
-        """Note how the model is used; `usage` reads it, `preprocessing` heeds it."""
+        """Note how the model is used; `usage` reads it, and so should `preprocessing`."""
         model.usage = dict(usage)  # type: ignore[assignment]
 
     def check_usage(self, where: str, usage: Mapping[str, Any]) -> None:
         """Raise a CheckpointError for a usage that could not be read; `where` names it. Here: any is taken."""
         return None
 
-    def saved_facts(self, model: nn.Module) -> dict[str, Any]:
+    def saved_fields(self, model: nn.Module) -> dict[str, Any]:
         """What else config.json says, for other programs to read."""
         return {}
 
@@ -209,29 +209,34 @@ class Family(ABC):
 
     def open(self, model: nn.Module) -> list[Site]:
         """Convert the blocks of a model in place, so that changes to `Site.block` reach it."""
-        for site in self.sites(model):
-            block = site.block
+        converted = [(site, site.block) for site in self.sites(model) if not isinstance(site.module, Block)]
+        for site, block in converted:
             if block is not site.module:
-                put(model, site.name, block)
+                block.converted = True
+                _exchange(model, site, block)
         return self.sites(model)
+
+    def close(self, model: nn.Module) -> None:
+        """Convert the blocks that `open` has converted back; those that were cut since are other blocks."""
+        for site in self.sites(model):
+            if isinstance(site.module, Block) and site.module.converted:
+                _exchange(model, site, self.from_block(site.module))
 
     def take_blocks(self, model: nn.Module) -> list[nn.Module]:
         """Take the blocks out of a model, which leaves its stem and its head."""
         found = self.sites(model)
-        for home in {site.name.rpartition(".")[0] for site in found}:
+        homes = {site.name.rpartition(".")[0] for site in found}
+        for site in found if "" in homes else ():
+            put(model, site.name, nn.Identity())
+        for home in homes - {""}:
             put(model, home, type(model.get_submodule(home))())
         return [site.module for site in found]
 
-    def close(self, model: nn.Module) -> None:
-        """Convert the blocks of a model back, where they are still of the widths they had."""
-        for site in self.sites(model):
-            if isinstance(site.module, Block) and _is_whole(site):
-                put(model, site.name, self.from_block(site.module))
 
-
-def _is_whole(site: Site) -> bool:
-    w, attn = site.widths, site.block.attn
-    return bool(w.heads and w.neurons) and isinstance(attn, Attention) and w.qk_dim == w.value_dim == attn.head_dim
+def _exchange(model: nn.Module, site: Site, block: nn.Module) -> None:
+    """Put a block in the place of another, with the hooks that users have put on it."""
+    vars(block).update({name: value for name, value in vars(site.module).items() if name.endswith("_hooks")})
+    put(model, site.name, block)
 
 
 def put(model: nn.Module, name: str, module: nn.Module) -> None:

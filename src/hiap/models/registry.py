@@ -9,7 +9,7 @@ from hiap.models.family import Family, Site
 from hiap.models.timm import TIMM
 from hiap.nn.compact import Widths
 
-__all__ = ["family_named", "family_of", "register_family", "sites", "widths_of"]
+__all__ = ["family_named", "family_of", "find_family", "register_family", "sites", "widths_of"]
 
 _FAMILIES: dict[str, Family] = {TIMM.name: TIMM}
 
@@ -19,8 +19,9 @@ def register_family(family: Family) -> None:
     if not isinstance(family, Family):
         raise InputError(f"a family is an instance of a subclass of hiap.Family; found {family!r}")
     known = _FAMILIES.get(family.name)
-    if known is not None and type(known) is not type(family):
+    if known is not None and type(known).__qualname__ != type(family).__qualname__:
         raise InputError(f"there is another family with the name {family.name!r}: {type(known).__name__}")
+    _FAMILIES.pop(family.name, None)
     _FAMILIES[family.name] = family
 
 
@@ -30,18 +31,19 @@ def family_of(model: nn.Module) -> Family:
     Raises:
         UnsupportedModelError: it is of none.
     """
-    found = _find(model)
+    found = find_family(model)
     if found is not None:
         return found
     for wrapped in ("module", "_orig_mod"):
         inner = getattr(model, wrapped, None)
-        if isinstance(inner, nn.Module) and _find(inner) is not None:
+        if isinstance(inner, nn.Module) and find_family(inner) is not None:
             raise UnsupportedModelError(f"the model is wrapped in {type(model).__name__}: pass model.{wrapped}")
     TIMM.refuse_class(model)
 
 
-def _find(model: nn.Module) -> Family | None:
-    return next((family for family in _FAMILIES.values() if family.accepts(model)), None)
+def find_family(model: nn.Module) -> Family | None:
+    """The family of a model, the one registered last first; None if it is of none."""
+    return next((family for family in reversed(_FAMILIES.values()) if family.accepts(model)), None)
 
 
 def family_named(name: object) -> Family:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
-import re
 import reprlib
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +16,7 @@ from timm.data import resolve_data_config
 from torch import Tensor, nn
 
 from hiap.errors import ConfigError, InputError
+from hiap.models.timm import classes_in, guess_weights
 
 __all__ = [
     "check_weights",
@@ -32,20 +31,6 @@ __all__ = [
 
 NESTED = ("state_dict_ema", "state_dict", "model_ema", "model")  # where training scripts put the weights
 WRAPPERS = ("module.", "model.", "backbone.", "encoder.", "vit.", "net.", "student.", "base_model.")
-STEM = "patch_embed.proj.weight"
-TOKENS = ("cls_token", "reg_token", "dist_token")
-MARKS = ("reg_token", "dist_token", "blocks.0.ls1.gamma")  # what tells kinds of ViT apart
-SIZES = {  # width and depth -> the word in timm's names
-    (192, 12): "tiny",
-    (384, 12): "small",
-    (512, 12): "medium",
-    (768, 12): "base",
-    (1024, 24): "large",
-    (1280, 32): "huge",
-    (1408, 40): "giant",
-    (1664, 48): "gigantic",
-    (1152, 27): "so400m",
-}
 DEEPEST = 256  # blocks; a thousand take timm a quarter of a minute
 SHORT = reprlib.Repr()
 SHORT.maxdict = SHORT.maxlist = SHORT.maxtuple = 12
@@ -64,10 +49,8 @@ def trained_model(name: str, weights: str | None, pretrained: bool, arguments: d
     """
     if weights is not None:
         state, arguments = unwrapped(read_weights(weights)), dict(arguments)
-        if "head.weight" in state and state["head.weight"].ndim == 2:
-            arguments["num_classes"] = state["head.weight"].shape[0]
-        elif STEM in state and not any(name.startswith("head") for name in state):
-            arguments["num_classes"] = 0
+        if (classes := classes_in(state)) is not None:
+            arguments["num_classes"] = classes
         model = create_model(name, False, arguments)
         load_weights(model, state, weights, name, f"model {name}")
         return model
@@ -175,7 +158,7 @@ def load_weights(model: nn.Module, state: dict[str, Tensor], file: str, name: st
         if keys:
             parts.append(f"the file {verb} {', '.join(keys[:3])}{_and_more(len(keys) - 3)}")
     if parts:
-        guess = _guess(model, state, name)
+        guess = guess_weights(model, state, name)
         raise ConfigError(f"{file} does not fit the {what}: {'; '.join(parts)}" + (f"\n  {guess}" if guess else ""))
     model.load_state_dict(state)
 
@@ -186,53 +169,6 @@ def _by(shape: Iterable[int]) -> str:
 
 def _and_more(count: int) -> str:
     return f" (and {count} more)" if count > 0 else ""
-
-
-def _guess(model: Any, state: dict[str, Tensor], name: str) -> str | None:
-    """What to pass for weights that do not fit a ViT, as far as their sizes tell."""
-    own = model.state_dict()
-    if STEM not in own or STEM not in state or state[STEM].ndim != 4 or not hasattr(model, "blocks"):
-        return None
-    width, _, patch, _ = state[STEM].shape
-    depth = len({found[1] for key in state if (found := re.match(r"blocks\.(\d+)\.", key))})
-    tokens = {key: state[key].shape[1] for key in TOKENS if key in state and state[key].ndim == 3}
-    size = _image_size(model, state, tokens)
-    like = (width, depth, patch, [key in state for key in MARKS])
-    if like == (own[STEM].shape[0], len(model.blocks), own[STEM].shape[2], [key in own for key in MARKS]):
-        if size and size != model.patch_embed.img_size[0]:
-            return f"these look like weights for img_size {size}: pass --img-size {size}"
-        return None
-    word = SIZES.get((width, depth))
-    if word is None:
-        return None
-    kinds = [re.sub("|".join(SIZES.values()), word, re.sub(r"patch\d+", f"patch{patch}", name))]
-    if "dist_token" in state:
-        kinds.insert(0, f"deit_{word}_distilled_patch{patch}_224")
-    elif "dist_token" in own:
-        kinds.insert(0, f"deit_{word}_patch{patch}_224")
-    elif "blocks.0.ls1.gamma" in state:
-        registers = f"reg{tokens['reg_token']}_" if "reg_token" in tokens else ""
-        kinds += [f"vit_{word}_patch{patch}_{registers}dinov2", f"deit3_{word}_patch{patch}_224"]
-    kinds.append(f"vit_{word}_patch{patch}_224")
-    best = next((kind for kind in kinds if kind != name and timm.is_model(kind)), None)
-    if best is None:
-        return None
-    preset = timm.get_pretrained_cfg(best)
-    at = f" --img-size {size}" if size and preset and size != preset.input_size[-1] else ""
-    return f"looks like {best} (width {width}, {depth} blocks, patch {patch}): pass --model {best}{at}"
-
-
-def _image_size(model: Any, state: dict[str, Tensor], tokens: dict[str, int]) -> int | None:
-    """The size of the square images that position embeddings are for; some models have them for patches alone."""
-    if "pos_embed" not in state or state["pos_embed"].ndim != 3:
-        return None
-    prefixes = [sum(tokens.values()), 0]
-    for prefix in reversed(prefixes) if getattr(model, "no_embed_class", False) else prefixes:
-        patches = max(state["pos_embed"].shape[1] - prefix, 0)
-        side = math.isqrt(patches)
-        if side and side * side == patches:
-            return side * int(state[STEM].shape[2])
-    return None
 
 
 def read_weights(path: str) -> dict[str, Tensor]:

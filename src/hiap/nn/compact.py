@@ -124,7 +124,15 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block; either branch may be missing."""
+    """A pre-norm transformer block; either branch may be missing.
+
+    A layer scale (`ls1`, `ls2`) is an Identity, or has its factors as `gamma`.
+
+    Attributes:
+        converted: made from a block of another kind, that it can be turned back into as long as nothing was cut.
+    """
+
+    converted = False
 
     def __init__(
         self,

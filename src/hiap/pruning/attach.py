@@ -17,7 +17,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from hiap.errors import InputError, UnsupportedModelError
 from hiap.models.family import Site
-from hiap.models.registry import family_of, sites
+from hiap.models.registry import family_of, find_family, sites
 from hiap.nn.gates import START_LOGIT, Gate, GatedLinear, NoiseSource
 from hiap.nn.granularities import GRANULARITIES, PAPER, present_name
 
@@ -80,6 +80,7 @@ def attach(
             _gate_block(site, chosen, logit)
     found = list(gates(model))
     if not found:
+        family.close(model)
         raise InputError("nothing to gate: every block is protected by keep_blocks or has no such units")
     family.stem(model).register_forward_pre_hook(NoiseSource(found, seed))
     model.register_load_state_dict_post_hook(_forgive_dense_checkpoint)  # type: ignore[no-untyped-call]
@@ -157,8 +158,10 @@ def detach(model: Model) -> Model:
                 setattr(module, name, child.plain())
         _remove(module._forward_pre_hooks, lambda hook: isinstance(hook, NoiseSource))
         _remove(module._load_state_dict_post_hooks, lambda hook: hook is _forgive_dense_checkpoint)
-    if gated:
-        family_of(model).close(model)
+    for module in list(model.modules()) if gated else ():  # the model itself, or what is wrapped in it
+        if (family := find_family(module)) is not None:
+            family.close(module)
+            break
     return model
 
 

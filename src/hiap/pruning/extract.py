@@ -29,6 +29,7 @@ __all__ = [
     "difference",
     "extract",
     "note_provenance",
+    "origin_of",
     "probe",
     "probe_images",
     "provenance_of",
@@ -101,11 +102,7 @@ def extract(model: Model, topology: Topology | None = None, round_to: int = 8) -
         topology.check(model)
         reference = _gated(model, topology)
     source = detach(copy.deepcopy(model))
-    before = provenance_of(source)
-    if before is not None:
-        origin, recipe = before.dense, before.recipe
-    else:
-        origin, recipe = topology.dense, _recipe(source)
+    origin, recipe = origin_of(source, topology)
     widths = topology.widths(round_to)
     compact = rebuild(source, topology, widths)
     for module in compact.modules():
@@ -120,6 +117,12 @@ def provenance_of(model: nn.Module) -> Provenance | None:
     """Where a compact model comes from; None for any other model."""
     found = getattr(model, "hiap", None)
     return found if isinstance(found, Provenance) else None
+
+
+def origin_of(source: nn.Module, topology: Topology) -> tuple[tuple[Widths, ...], Recipe]:
+    """The widths and the recipe of the dense model that a network came from, or is."""
+    before = provenance_of(source)
+    return (topology.dense, _recipe(source)) if before is None else (before.dense, before.recipe)
 
 
 def note_provenance(model: nn.Module, provenance: Provenance) -> None:

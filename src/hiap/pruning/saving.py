@@ -53,7 +53,7 @@ def save(compact: nn.Module, folder: Folder, class_names: Sequence[str] | None =
 
     Args:
         class_names: in the order of the logits; by default those the model was loaded with or timm knows, if they are
-            as many as the classes. After `reset_classifier` to as many other classes, pass the new names.
+            as many as the classes. After a new classifier of as many other classes, pass the new names.
 
     Raises:
         CheckpointError: the model is not a compact one or cannot be rebuilt, the folder holds something else, or the
@@ -122,7 +122,7 @@ def check_savable(model: nn.Module) -> None:
         UnsupportedModelError: the model cannot be pruned at all.
     """
     family, provenance = family_of(model), provenance_of(model)
-    recipe = family.describe(model, provenance.recipe if provenance is not None else None)
+    recipe = _as_json("the recipe", family.describe(model, provenance.recipe if provenance is not None else None))
     widths = [site.widths for site in family.sites(model)]
     weightless = {
         id(tensor): nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
@@ -161,13 +161,16 @@ def load(folder: Folder, device: torch.device | str = "cpu") -> nn.Module:
 def _usage(family: Family, model: nn.Module) -> dict[str, Any]:
     """How the model is used, as JSON values."""
     usage = family.usage(model)
-    try:
-        family.check_usage("model.pretrained_cfg", json.loads(json.dumps(usage)))
-    except (TypeError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"model.pretrained_cfg cannot be written as JSON: {error}") from error
+    family.check_usage("model.pretrained_cfg", _as_json("model.pretrained_cfg", usage))
     return usage
+
+
+def _as_json(what: str, value: dict[str, Any]) -> dict[str, Any]:
+    """A value as it comes back from a JSON file."""
+    try:
+        return dict(json.loads(json.dumps(value)))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{what} cannot be written as JSON: {error}") from error
 
 
 def _describe(model: nn.Module, class_names: Sequence[str] | None) -> dict[str, Any]:
@@ -189,7 +192,7 @@ def _describe(model: nn.Module, class_names: Sequence[str] | None) -> dict[str, 
         "family": family.name,
         "versions": {"hiap": version("hiap"), "torch": str(torch.__version__), **family.versions()},
         "num_classes": classes,
-        **family.saved_facts(model),
+        **family.saved_fields(model),
         "macs": macs(model),
         "dense_macs": macs_of_widths(model, provenance.dense),
         "params": sum(p.numel() for p in model.parameters()),
@@ -198,7 +201,7 @@ def _describe(model: nn.Module, class_names: Sequence[str] | None) -> dict[str, 
         "tolerance": provenance.tolerance,
         "class_names": [str(name) for name in names] if names is not None else None,
         "pretrained_cfg": usage,
-        "skeleton": family.describe(model, provenance.recipe),
+        "skeleton": _as_json("the recipe", family.describe(model, provenance.recipe)),
         "blocks": [asdict(site.widths) for site in family.sites(model)],
         "dense": [asdict(widths) for widths in provenance.dense],
         "topology": provenance.topology.to_json(),

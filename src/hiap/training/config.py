@@ -168,7 +168,7 @@ class Config(Options):
         the cost is measured, since their norms and launches go with them.
         """
         if self.granularities is not None:
-            return tuple(present_name(one) for one in self.granularities)
+            return tuple(dict.fromkeys(present_name(one) for one in self.granularities))
         joined = self.target is not None and len(set(self.ratio)) == 1 and not qk_norm
         return (*PAPER, *(["qk_dim"] if joined else []), *(["attention"] if self.cost else []))
 

@@ -109,6 +109,6 @@ class Context:
         facts = {
             "hard_macs": macs_of_widths(dense, widths) / self.parts.dense_macs,
             "open_heads": sum(one.heads or 0 for one in widths),
-            "open_blocks": sum(one.neurons is not None for one in widths),
+            "open_ffns": sum(one.neurons is not None for one in widths),
         }
         return facts | ({"cost": self.parts.cost.of_widths(dense, widths)} if self.config.cost else {})

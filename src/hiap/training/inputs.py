@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from hiap.errors import RunError
 from hiap.pruning.saving import digest_tensors
 from hiap.training.context import Context
 
-__all__ = ["check_inputs", "course", "inputs_record"]
+__all__ = ["FORMAT", "check_inputs", "course", "inputs_record"]
 
+FORMAT = 2  # of the state of a run
 FILES = ("teacher_weights", "cost")  # that must not change between two parts of a run
 
 
@@ -48,6 +50,16 @@ def check_inputs(context: Context, out: Path, given: Sequence[str], state: dict[
     Raises:
         RunError: naming what has changed.
     """
+    if state.get("format") != FORMAT:
+        raise RunError(
+            f"{out} holds a run of another version of hiap: go on with that version, or begin again with another --out"
+        )
+    if state["processes"] != context.world:
+        warnings.warn(
+            f"the run began with {state['processes']} processes and goes on with {context.world}: that is sound, but "
+            "its result is not bit-identical to that of a run left alone",
+            stacklevel=2,
+        )
     began, now = f"since the run in {out} began", course(context)
     if state["given"] != given:
         names = ", ".join(state["given"]) or "none of data, cost and model"

@@ -6,9 +6,7 @@ it, the seed and its number, so a run can be killed anywhere and go on.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +15,24 @@ import torch
 from torch import Tensor, nn
 
 from hiap.budget.cost import Cost
-from hiap.budget.latency import LatencyCost
 from hiap.data.sources import Data
-from hiap.errors import CheckpointError, HiapError, RunError
-from hiap.pruning.count import macs
-from hiap.pruning.saving import check_target, save
-from hiap.speed.measure import measured, predicted
+from hiap.errors import HiapError, RunError
+from hiap.pruning.saving import check_target
 from hiap.training.config import Config
 from hiap.training.context import Context
 from hiap.training.evaluate import Interrupted
-from hiap.training.inputs import check_inputs, course, inputs_record
+from hiap.training.inputs import FORMAT, check_inputs, course, inputs_record
 from hiap.training.out_of_memory import out_of_memory
 from hiap.training.phase import Phase
 from hiap.training.phases import Dense, Recover, Search, restore, score_dense
 from hiap.training.progress import Progress, Stopwatch, epoch_line
+from hiap.training.result import Result, finish
 from hiap.training.run_folder import RunFolder, checkpoints, load_checkpoint, load_dense, logged
 from hiap.training.signals import Signals
 
 __all__ = ["Result", "Run", "prune"]
 
-FACTS = ("top1", "hard_macs", "cost", "open_heads", "open_blocks")  # that the live line shows
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run gives back: the compact model, the dense one it began with, where it is saved, and the record."""
-
-    model: nn.Module
-    dense: nn.Module
-    folder: Path
-    record: dict[str, Any]
-    main: bool
+FACTS = ("top1", "hard_macs", "cost", "open_heads", "open_ffns")  # that the live line shows
 
 
 def prune(
@@ -59,9 +44,12 @@ def prune(
     cost: Callable[[nn.Module], Cost] | None = None,
     model: nn.Module | None = None,
 ) -> Result:
-    """Run the whole phase and save the compact model in `out/compact`.
+    """Prune a model and save the small one in `out/compact`.
 
     Args:
+        config: what to do; `target` and `epochs` are what most people set.
+        out: the folder of the run.
+        resume: go on with the run that is there.
         data: batches of one's own, instead of what `config.data` names: a pair of loaders of torch (training,
             validation), or an object like `hiap.Data`.
         cost: makes a cost of one's own from the gated model; `config.target` is then a share of its dense value.
@@ -128,17 +116,23 @@ class Run:
             with self.signals, out_of_memory(self.config, self._where, self._last):
                 self.resume_or_begin()
                 self._start_trackers()
-                while True:
+                self.fit()
+                while self._enter_next():
                     self.fit()
-                    following = self.phase.next()
-                    if following is None:
-                        return self._finish()
-                    self.phase = following
-                    self.save_checkpoint()
+                return self._finish()
         finally:
             self.progress.close()
             if self.folder is not None:
                 self.folder.close()
+
+    def _enter_next(self) -> bool:
+        """Go on with the phase that follows; whether there is one. Nothing here holds on to the one before."""
+        following = self.phase.next()
+        if following is None:
+            return False
+        self.phase = following
+        self.save_checkpoint()
+        return True
 
     def fit(self) -> None:
         """Train the present phase, and what follows it within an epoch, to the end."""
@@ -147,7 +141,7 @@ class Run:
         if self.pending is not None and not self._logged():
             self._leave()
         while self.phase.step < self.phase.course_end:
-            spent, done = 0.0, per_epoch - self.phase.step % per_epoch
+            spent, done, before = 0.0, per_epoch - self.phase.step % per_epoch, self.phase.step
             for x, y in self._batches():
                 phase = self.phase
                 terms = self.train_step(x, y)
@@ -175,6 +169,11 @@ class Run:
                     self._leave()
                 if self.phase.step >= self.phase.course_end:
                     break
+            if self.phase.step == before:
+                raise RunError(
+                    f"the training data ended after {before % per_epoch} of the {per_epoch} batches of an epoch: "
+                    f"it must give train_size // batch_size of them; the last checkpoint is {self._last()}"
+                )
         self.signals.patient = False
         if self.context.world == 1 and self.signals.number is not None:  # it came after the last step
             self._leave()
@@ -300,6 +299,7 @@ class Run:
             return
         tensors, values = self.phase.state_dict()
         values |= {
+            "format": FORMAT,
             "processes": self.context.world,
             "seconds": self.seconds,
             "record": self.record,
@@ -346,13 +346,9 @@ class Run:
             self.phase = Dense(self.context)
 
     def _take_up(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        if self.first is not None:
+            raise RunError("a run that begins with a phase of its own cannot be resumed")
         check_inputs(self.context, self.out, self.given, state)
-        if state["processes"] != self.context.world:
-            warnings.warn(
-                f"the run began with {state['processes']} processes and goes on with {self.context.world}: that is "
-                "sound, but its result is not bit-identical to that of a run left alone",
-                stacklevel=2,
-            )
         self.seconds, self.pending, self.context.record = (state[k] for k in ("seconds", "pending", "record"))
         if self.pending is not None and (line := logged(self.out, self.pending["step"])) is not None:
             self.pending = line  # it was evaluated before the run ended
@@ -370,30 +366,7 @@ class Run:
         saved = checkpoints(self.out)
         return str(saved[-1]) if saved else "none"
 
-    # -- the end --------------------------------------------------------------------------------------------------
-
     def _finish(self) -> Result:
-        context = self.context
         assert isinstance(self.phase, Recover)
-        model = self.phase.result()
-        scores = context.scores(model)
-        params = sum(p.numel() for p in model.parameters())
-        self.record.update(top1=scores["top1"], top5=scores["top5"], macs=macs(model), params=params)
         self.record["seconds"] = self.seconds
-        if self.folder is not None:
-            try:
-                save(model, self.out / "compact", context.data.class_names)
-            except (CheckpointError, OSError) as error:
-                raise RunError(
-                    f"the compact model cannot be saved: {error}. The trained network is whole in "
-                    f"{self._last()}: mend this, then {self._command()}"
-                ) from error
-        if isinstance(self.parts.cost, LatencyCost):
-            own = (self.parts.model, model) if context.main else None
-            self.record.update(predicted(self.parts.cost, model) | measured(self.parts.cost, own, context.device))
-        if self.folder is not None:
-            self.folder.report(self.record)
-        context.accelerator.wait_for_everyone()
-        if self.config.trackers:
-            context.accelerator.end_training()
-        return Result(model, context.dense().eval(), self.out / "compact", self.record, context.main)
+        return finish(self.context, self.phase, self.out, f"{self._last()}: mend this, then {self._command()}")

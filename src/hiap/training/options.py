@@ -65,8 +65,8 @@ class Options:
         "new classifier) and 1e-3 from scratch, more from batches of 256 on (with the square root)",
     )
     # data
-    data: str = _option(
-        "digits",
+    data: str | None = _option(
+        None,
         "folder with train/ and val/ (or validation/, valid/, test/); CSV file of path,label; NAME:ROOT of timm, with "
         "an index (torch/..., hfds/...) or streamed (wds/..., hfids/...); or 'digits'",
     )

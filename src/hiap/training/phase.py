@@ -190,6 +190,8 @@ class Phase:
     def unwrapped(self) -> nn.Module:
         """The network, free of what precision and processes have added to it."""
         network: nn.Module = self.context.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+        if getattr(vars(network).get("forward"), "__func__", None) is type(network).forward:
+            del network.forward  # a bound method that is left behind would keep the network alive
         return network
 
     # -- state ------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from hiap.nn.compact import Widths
 from hiap.pruning.align import align_heads
 from hiap.pruning.attach import attach, gates, is_gated, parameter_groups, set_gates
 from hiap.pruning.count import expected_counts
-from hiap.pruning.extract import Provenance, extract, note_provenance, provenance_of, shrink, slices
+from hiap.pruning.extract import Provenance, extract, note_provenance, origin_of, provenance_of, rebuild, slices
 from hiap.pruning.topology import Topology, harden, set_topology
 from hiap.training.context import Context
 from hiap.training.objective import Teacher, cost_terms, feasibility_terms
@@ -80,6 +80,7 @@ class Dense(Phase):
         context.parts.model.load_state_dict(trained)
         if context.folder is not None:
             context.folder.save_dense(trained)
+        del network, self.network, self.model, self.optimizer, self.prepared_optimizer, self.lr_scheduler
         return Search(context)
 
 
@@ -277,10 +278,10 @@ class Recover(Phase):
     def state_dict(self) -> tuple[Tensors, Values]:
         tensors, values = super().state_dict()
         tensors |= {f"best.{name}": tensor for name, tensor in self.best.items()}
-        found = provenance_of(self.network)
+        found = None if is_gated(self.network) else provenance_of(self.network)
         return tensors, values | {
             "topology": self.topology.to_json() if self.topology is not None else None,
-            "verified": [found.logit_difference, found.tolerance] if found is not None else None,
+            "verified": None if found is None else [found.logit_difference, found.tolerance],
         }
 
     def load_state_dict(self, tensors: Tensors, values: Values) -> None:
@@ -308,12 +309,10 @@ def _recover(context: Context, topology: Topology, verified: Sequence[float] | N
     if verified is None:
         network = fixed(context, attach(dense, parts.kinds, config.keep_blocks, seed=config.seed))
     else:
-        recipe = family_of(dense).describe(dense)
-        network = shrink(dense, topology.widths(config.round_to))
-        empty = {n: torch.empty_like(t, device=context.device) for n, t in network.state_dict().items() if t.is_meta}
-        network.load_state_dict(empty, strict=False, assign=True)
+        origin, recipe = origin_of(dense, topology)
+        network = rebuild(dense, topology, topology.widths(config.round_to))
         difference, tolerance = verified
-        note_provenance(network, Provenance(topology, topology.dense, config.round_to, difference, tolerance, recipe))
+        note_provenance(network, Provenance(topology, origin, config.round_to, difference, tolerance, recipe))
     return Recover(context, network, teacher, topology=topology)
 
 

@@ -18,6 +18,7 @@ from hiap.budget.latency import UNITS, LatencyCost
 from hiap.budget.target import Target
 from hiap.data.images import Loading
 from hiap.data.sources import Augmentation, ByteData, Data, LoaderData, check_source, open_data
+from hiap.errors import KindError
 from hiap.models.registry import family_of, sites, widths_of
 from hiap.models.timm import preprocessing_of
 from hiap.models.weights import teacher_model, trained_model
@@ -132,6 +133,7 @@ def note_preprocessing(model: nn.Module, norm: Normalisation, data: Data) -> Non
 
 def load_data(config: Config, model: nn.Module, device: torch.device) -> Data:
     """What `config.data` names, as the model sees it: its size, normalisation, interpolation and crop."""
+    assert config.data is not None
     family = family_of(model)
     own, (channels, *size) = family.preprocessing(model), family.input_shape(model)
     loading = Loading(
@@ -262,7 +264,7 @@ def as_data(data: Any, config: Config, device: torch.device, world: int = 1) -> 
         return data.bound(config.batch_size, device, config.seed, world)
     if isinstance(data, Data) and not isinstance(data, type):
         return data
-    raise TypeError(
+    raise KindError(
         f"data must be a pair of loaders (train, val), or an object like hiap.Data; found {type(data).__name__}"
     )
 
@@ -297,6 +299,10 @@ class Setup:
     ) -> None:
         config.check()
         if data is None:
+            if config.data is None:
+                raise ConfigError(
+                    "there are no images: set data in the configuration, or pass data=(train_loader, val_loader)"
+                )
             check_source(config.data, config.val_split)
         dense = dense_model(config) if model is None else copy.deepcopy(model).cpu()
         self.model = dense

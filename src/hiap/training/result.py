@@ -1,0 +1,70 @@
+"""The end of a run: the compact network is scored, saved and, where there is a table, timed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hiap.budget.latency import LatencyCost
+from hiap.errors import CheckpointError, RunError
+from hiap.pruning.count import macs
+from hiap.pruning.saving import save
+from hiap.speed.measure import measured, predicted
+from hiap.training.context import Context
+from hiap.training.phases import Recover
+
+__all__ = ["Result", "finish"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run gives back.
+
+    Attributes:
+        model: the compact model, in eval mode.
+        dense: the dense model it began with.
+        folder: where the compact model is saved.
+        record: what report.json says.
+        main: whether this is the main process.
+    """
+
+    model: nn.Module
+    dense: nn.Module
+    folder: Path
+    record: dict[str, Any]
+    main: bool
+
+
+def finish(context: Context, phase: Recover, out: Path, rescue: str) -> Result:
+    """Save what the last phase has trained, and report it.
+
+    Args:
+        rescue: where the trained network is, and how to go on, if it cannot be saved.
+
+    Raises:
+        RunError: it cannot be saved.
+    """
+    model, record = phase.result(), context.record
+    scores = context.scores(model)
+    params = sum(p.numel() for p in model.parameters())
+    record.update(top1=scores["top1"], top5=scores["top5"], macs=macs(model), params=params)
+    if context.folder is not None:
+        try:
+            save(model, out / "compact", context.data.class_names)
+        except (CheckpointError, OSError) as error:
+            raise RunError(
+                f"the compact model cannot be saved: {error}. The trained network is whole in {rescue}"
+            ) from error
+    cost = context.parts.cost
+    if isinstance(cost, LatencyCost):
+        networks = (context.parts.model, model) if context.main else None
+        record.update(predicted(cost, model) | measured(cost, networks, context.device))
+    if context.folder is not None:
+        context.folder.report(record)
+    context.accelerator.wait_for_everyone()
+    if context.config.trackers:
+        context.accelerator.end_training()
+    return Result(model, context.dense().eval(), out / "compact", record, context.main)

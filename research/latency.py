@@ -17,7 +17,8 @@ import timm
 import torch
 
 import hiap
-from hiap.budget.latency import MODES, PRECISIONS, LatencyCost, LatencyTable
+from hiap.budget.deploy import MODES, PRECISIONS
+from hiap.budget.latency import LatencyCost, LatencyTable
 from hiap.models.registry import widths_of
 from hiap.speed.clock import device_name, precision
 from hiap.speed.measure import measure, network_cost

@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 import hiap
-from hiap.budget.latency import MODES, LatencyCost, LatencyTable
+from hiap.budget.deploy import MODES
+from hiap.budget.latency import LatencyCost, LatencyTable
 from hiap.models.family import Site
 from hiap.models.registry import sites
 from hiap.nn.compact import Widths

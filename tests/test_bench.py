@@ -12,6 +12,7 @@ from hiap.cli.main import main
 from hiap.pruning.count import macs_of_widths
 from hiap.speed.bench import Row, attention_backend, bench, dense_like, find_topology, table
 from hiap.speed.clock import precision, timings
+from hiap.speed.deployed import Speed, read_speeds, speeds
 from test_cost import PAPER_TOPOLOGIES, giga
 
 CPU = torch.device("cpu")
@@ -148,3 +149,24 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     if not torch.cuda.is_available():
         assert main(["bench", folder, "--device", "cuda"]) == 1
         assert "no CUDA device here" in capsys.readouterr().err
+
+
+def test_the_speed_of_a_run_is_that_of_the_fastest_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make().float()
+    compact = hiap.extract(model, hiap.Topology.from_counts(model, heads=[1, 1, 1], neurons=[8, 8, 8]))
+    one, many = speeds(model, compact, torch.device("cpu"))
+    assert (one.batch, many.batch, one.precision) == (1, 32, "fp32") and min(one.dense_ms, many.compact_ms) > 0
+    forms = {"eager", "eager, optimised"}
+    assert {one.dense_form, one.compact_form, many.dense_form, many.compact_form} <= forms
+
+    def timed(networks: dict, device: object, batches: tuple, *rest: object) -> list[Row]:
+        ms = {"dense": 4.0, "dense, optimised": 3.0, "compact": 1.5, "compact, optimised": 2.0}
+        return [Row(n, "fp32", b, "eager", t * b, 0.0, 1.0, 1, "math") for b in batches for n, t in ms.items()]
+
+    monkeypatch.setattr("hiap.speed.deployed.bench", timed)
+    found = speeds(model, compact, torch.device("cpu"))
+    assert found[0] == Speed(1, "fp32", 3.0, "eager, optimised", 1.5, "eager")
+    assert found[0].comparison() == "2.00x faster"
+    assert Speed(1, "fp32", 3.0, "eager", 3.1, "eager").comparison() == "not faster (0.97x)"
+    (tmp_path / "report.json").write_text(json.dumps({"speed": [speed.to_json() for speed in found]}))
+    assert read_speeds(tmp_path / "report.json") == found and read_speeds(tmp_path / "none.json") == []

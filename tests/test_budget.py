@@ -93,8 +93,8 @@ def test_other_targets_are_refused(text: str) -> None:
         (".5", "50%"),
         ("0.125", "12.5%"),
         ("1", "1G"),
-        ("1.5", "1.5x (with --cost) or 1.5G"),
-        ("2", "2x (with --cost) or 2G"),
+        ("1.5", "1.5x (in time) or 1.5G"),
+        ("2", "2x (in time) or 2G"),
         ("850", "850M"),
     ],
 )

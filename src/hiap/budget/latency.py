@@ -19,22 +19,17 @@ from torch import Tensor, nn
 
 from hiap.atomic import write_text
 from hiap.budget.cost import Cost
+from hiap.budget.deploy import MODES, PRECISIONS
 from hiap.errors import LatencyError
 from hiap.models.family import Site
 from hiap.models.registry import family_of, widths_of
 from hiap.nn.compact import Widths
 from hiap.pruning.count import Counts
 
-__all__ = ["AXES", "MODES", "PRECISIONS", "UNITS", "LatencyCost", "LatencyError", "LatencyTable"]
+__all__ = ["AXES", "UNITS", "LatencyCost", "LatencyError", "LatencyTable"]
 
 FORMAT = 1
 UNITS = ("ms", "mJ")
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-MODES = {
-    "eager": "as it is",
-    "graph": "its kernels in a CUDA graph",
-    "compile": "optimised and compiled, in a CUDA graph",
-}
 LARGEST = 2**26  # bytes of a file
 LONGEST = 4096  # widths of an axis
 WIDEST = 10**9  # of them, and of a batch

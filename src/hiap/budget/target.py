@@ -11,7 +11,7 @@ from hiap.errors import BudgetError
 __all__ = ["BudgetError", "Target"]
 
 LEAST = 1000.0  # a bare number below it is no count of MACs: its unit was forgotten
-FORMS = "7.4G, 850M, 42%, '1.2M params' or '42% params', or with --cost as 1.8ms or 2.0x"
+FORMS = "7.4G, 850M, 42%, '1.2M params' or '42% params', or in time 1.8ms or 2.0x"
 
 
 @dataclass(frozen=True)
@@ -68,5 +68,5 @@ def _meant(value: float) -> str:
     if value < 1:
         return f"{100 * value:g}%"
     if value < 10:
-        return f"{value:g}G" if value == 1 else f"{value:g}x (with --cost) or {value:g}G"
+        return f"{value:g}G" if value == 1 else f"{value:g}x (in time) or {value:g}G"
     return f"{value:g}%" if value < 100 else f"{value:g}M"

@@ -22,8 +22,10 @@ def run(options: argparse.Namespace) -> int:
     from hiap.models.registry import family_of
     from hiap.pruning.count import macs_of_widths
     from hiap.pruning.extract import provenance_of
+    from hiap.speed.deployed import read_speeds
 
-    model = hiap.load(compact_folder(options.folder))
+    folder = compact_folder(options.folder)
+    model = hiap.load(folder)
     family, provenance = family_of(model), provenance_of(model)
     assert provenance is not None
     macs, dense = hiap.macs(model), macs_of_widths(model, provenance.dense)
@@ -32,6 +34,9 @@ def run(options: argparse.Namespace) -> int:
     print(f"parameters  {in_words(params)}")
     print(f"classes     {family.classes(model)}")
     print(f"checked     logits within {provenance.logit_difference:.1e} of the gated model's (relative)")
+    for one in read_speeds(folder.parent / "report.json"):
+        times = f"{one.dense_ms:.2f} ms dense, {one.compact_ms:.2f} ms compact, {one.comparison()}"
+        print(f"batch {one.batch:<5} {times} ({one.precision}, {one.compact_form})")
     print("block  heads  qk_dim  value_dim  neurons")
     for i, site in enumerate(family.sites(model)):
         cells = [site.widths.heads, site.widths.qk_dim, site.widths.value_dim, site.widths.neurons]

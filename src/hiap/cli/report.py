@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shlex
-import statistics
+from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from hiap.atomic import write_text
 from hiap.budget.cost import in_words
-from hiap.models.registry import family_of
-from hiap.speed.clock import timings
+from hiap.speed.deployed import Speed, speeds
 from hiap.training.config import Config
 
-__all__ = ["report"]
-
-BATCH = 32  # images of the forwards that are timed
+__all__ = ["report", "speed_note"]
 
 
 def report(result: Any, config: Config) -> None:
     """Print the table and the course of a finished run, and write them to `report.json` in its folder."""
     record = result.record
-    record |= dict(zip(("dense_ms", "compact_ms"), _latency(result.dense, result.model), strict=True))
-    for row in _rows(record):
+    found = speeds(result.dense, result.model, next(result.model.parameters()).device)
+    record["speed"] = [speed.to_json() for speed in found]
+    for row in _rows(record, found):
         print(f"{row[0]:18} {row[1]:>12} {row[2]:>12}  {row[3]}")
+    print(speed_note(found))
     search, recover = (record["course"].get(stage) for stage in ("search", "recover"))
     saved = recover["epochs"] * (search["fastest"] - recover["fastest"]) if search and recover else 0.0
     more = f"; without the shrink about {saved:.0f} s more" if saved >= 0.5 and record["shrunk"] else ""
     print(f"training took {record['seconds']:.0f} s{more}")
-    cut, speed = record["dense_macs"] / record["macs"], record["dense_ms"] / record["compact_ms"]
-    print(f"realised: {speed / cut:.0%} of the MAC cut of {cut:.2f}x")
+    cut, many = record["dense_macs"] / record["macs"], found[-1]
+    share = many.dense_ms / many.compact_ms / cut
+    print(f"realised: {share:.0%} of the MAC cut of {cut:.2f}x, at batch {many.batch}")
     print(f"gates: soft top-1 {record['soft_top1_start']:.2f} % at step 0; at the freeze:")
     print(
         f"  {record['undecided']:.0%} undecided; MACs soft {record['expected_macs']:.1%}, hard "
@@ -52,7 +49,13 @@ def report(result: Any, config: Config) -> None:
     print(f"  hiap bench {run}")
 
 
-def _rows(record: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+def speed_note(found: Sequence[Speed]) -> str:
+    """In which form each network was timed."""
+    forms = "; ".join(f"batch {one.batch}: dense {one.dense_form}, compact {one.compact_form}" for one in found)
+    return f"timed in {found[0].precision}, each in its fastest form\n  {forms}"
+
+
+def _rows(record: dict[str, Any], found: Sequence[Speed]) -> list[tuple[str, str, str, str]]:
     """The table: name, dense, compact, and how they compare."""
     change = f"{record['top1'] - record['dense_top1']:+.2f} points"
     rows = [("", "dense", "compact", "")]
@@ -60,20 +63,12 @@ def _rows(record: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     for name, key in (("MACs", "macs"), ("parameters", "params")):
         dense, compact = record[f"dense_{key}"], record[key]
         rows.append((name, in_words(dense), in_words(compact), f"{compact / dense:.1%}"))
-    dense, compact = record["dense_ms"], record["compact_ms"]
-    rows.append((f"latency, batch {BATCH}", f"{dense:.2f} ms", f"{compact:.2f} ms", f"{dense / compact:.2f}x faster"))
+    for one in found:
+        times = (f"{one.dense_ms:.2f} ms", f"{one.compact_ms:.2f} ms", one.comparison())
+        rows.append((f"latency, batch {one.batch}", *times))
     if "predicted" in record:
         for name, key in (("by the table", "predicted"), ("measured like it", "measured")):
             if key in record:
                 dense, compact, unit = record[f"dense_{key}"], record[key], record["unit"]
                 rows.append((name, f"{dense:.3f} {unit}", f"{compact:.3f} {unit}", f"{dense / compact:.2f}x"))
     return rows
-
-
-def _latency(*models: Any) -> list[float]:
-    """Median milliseconds of a forward of each model, in turns."""
-    like = next(models[0].parameters())
-    x = torch.randn((BATCH, *family_of(models[0]).input_shape(models[0])), device=like.device)
-    with torch.inference_mode():
-        runs = [functools.partial(model.eval(), x) for model in models]
-        return [statistics.median(times) for times in timings(runs, like.device, 3, 15, rounds=15)]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hiap.budget.latency import PRECISIONS
+from hiap.budget.deploy import PRECISIONS
 from hiap.errors import InputError
 from hiap.models.registry import family_of, widths_of
 from hiap.pruning.count import macs

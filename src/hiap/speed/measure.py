@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hiap.budget.latency import AXES, MODES, PRECISIONS, UNITS, LatencyCost, LatencyError, LatencyTable
+from hiap.budget.deploy import MODES, PRECISIONS
+from hiap.budget.latency import AXES, UNITS, LatencyCost, LatencyError, LatencyTable
 from hiap.models.registry import family_of, widths_of
 from hiap.nn.compact import Widths, shrink_block
 from hiap.pruning.attach import is_gated

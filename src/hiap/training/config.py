@@ -12,8 +12,9 @@ from typing import Any
 
 import yaml
 
+from hiap.budget.deploy import Deployment
 from hiap.budget.target import BudgetError, Target
-from hiap.errors import ConfigError
+from hiap.errors import ConfigError, InputError
 from hiap.nn.granularities import GRANULARITIES, PAPER, present_name
 from hiap.training.options import CHOICES, TRACKERS, Options, help_of
 from hiap.training.yaml_files import SHORT, read_yaml, recipes
@@ -40,14 +41,21 @@ class Config(Options):
         if self.target is not None:
             try:
                 unit = Target.parse(self.target).unit
-                if self.cost is None and unit in ("ms", "mJ", "x"):
-                    wrong.append(f"target {self.target!r} needs cost, a table of `hiap measure`")
                 if self.cost is not None and unit.endswith(("macs", "params")):
                     wrong.append(f"target {self.target!r} does not go with cost: write it as 1.8ms, 2.0x or 42%")
             except BudgetError as error:
                 wrong.append(str(error))
         elif self.cost is not None:
             wrong.append("cost needs a target, such as 1.8ms or 2.0x")
+        if self.deploy is not None:
+            try:
+                Deployment.parse(self.deploy, cuda=False)
+            except InputError as error:
+                wrong.append(str(error))
+            if self.cost is not None:
+                wrong.append("deploy does not go with cost: the table says how it was measured")
+            elif not self.timed:
+                wrong.append("deploy needs a target in time, such as 1.8ms or 2.0x")
         if (self.target is None) == (self.lambda_macro is None and self.lambda_micro is None):
             wrong.append("give either target, or lambda_macro and lambda_micro")
         if "qk_dim" in (self.granularities or ()) and (self.lambda_macro or (self.target and len(set(self.ratio)) > 1)):
@@ -161,6 +169,14 @@ class Config(Options):
         """Whether the dense model begins with weights that were trained before."""
         return self.weights is not None or self.pretrained
 
+    @property
+    def timed(self) -> bool:
+        """Whether the target is in time or energy, and so needs a table."""
+        try:
+            return self.target is not None and Target.parse(self.target).unit in ("ms", "mJ", "x")
+        except BudgetError:
+            return False
+
     def gate_kinds(self, qk_norm: bool) -> tuple[str, ...]:
         """What has gates: by default the paper's four, and more with a target.
 
@@ -170,7 +186,7 @@ class Config(Options):
         if self.granularities is not None:
             return tuple(dict.fromkeys(present_name(one) for one in self.granularities))
         joined = self.target is not None and len(set(self.ratio)) == 1 and not qk_norm
-        return (*PAPER, *(["qk_dim"] if joined else []), *(["attention"] if self.cost else []))
+        return (*PAPER, *(["qk_dim"] if joined else []), *(["attention"] if self.cost or self.timed else []))
 
     def to_yaml(self) -> str:
         text: str = yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
 from hiap.budget.cost import Cost
+from hiap.budget.latency import LatencyCost, LatencyTable
 from hiap.data.images import mix_seed
 from hiap.data.sources import Data
 from hiap.nn.compact import Widths
@@ -31,6 +33,7 @@ class Context:
 
     Args:
         data, cost, model: of one's own, instead of what the configuration names.
+        table: latencies that an earlier part of the run has measured.
 
     Attributes:
         config: with what was left open decided.
@@ -49,6 +52,7 @@ class Context:
         data: Data | tuple[Any, Any] | None = None,
         cost: Callable[[nn.Module], Cost] | None = None,
         model: nn.Module | None = None,
+        table: LatencyTable | None = None,
     ) -> None:
         if PartialState._shared_state and PartialState().num_processes == 1:
             AcceleratorState._reset_state()  # the run before in this process may have had another precision
@@ -63,7 +67,8 @@ class Context:
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
         torch.manual_seed(mix_seed(config.seed))  # what is not loaded is drawn: a new classifier, or all of it
         with self.accelerator.local_main_process_first() if config.download else nullcontext():
-            self.parts = Setup(config, self.device, data, cost, model, self.world)
+            say: Callable[[str], None] = print if self.main else lambda text: None
+            self.parts = Setup(config, self.device, data, cost, model, self.world, self._table(table), say)
         self.config, self.data, self.schedule = self.parts.config, self.parts.data, self.parts.schedule
         self.per_epoch = self.parts.per_epoch
         self.first = self.parts.dense_epochs * self.per_epoch
@@ -71,6 +76,20 @@ class Context:
         self.record: dict[str, Any] = {}
         self.folder: RunFolder | None = None
         self.say: Callable[[str], None] = lambda text: None
+
+    def _table(self, kept: LatencyTable | None) -> Callable[[Callable[[], LatencyTable]], LatencyTable]:
+        """The latency table that was kept, else one that the main process measures for all."""
+
+        def table(measured: Callable[[], LatencyTable]) -> LatencyTable:
+            if kept is not None:
+                return kept
+            found: list[LatencyTable | None] = [measured() if self.main else None]
+            if self.world > 1:
+                broadcast_object_list(found)
+            assert found[0] is not None
+            return found[0]
+
+        return table
 
     def dense(self) -> nn.Module:
         """A copy of the dense model on the device."""
@@ -111,4 +130,6 @@ class Context:
             "open_heads": sum(one.heads or 0 for one in widths),
             "open_ffns": sum(one.neurons is not None for one in widths),
         }
-        return facts | ({"cost": self.parts.cost.of_widths(dense, widths)} if self.config.cost else {})
+        return facts | (
+            {"cost": self.parts.cost.of_widths(dense, widths)} if isinstance(self.parts.cost, LatencyCost) else {}
+        )

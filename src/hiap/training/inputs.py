@@ -8,13 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hiap.budget.latency import LatencyTable
 from hiap.errors import RunError
 from hiap.pruning.saving import digest_tensors
 from hiap.training.context import Context
+from hiap.training.run_folder import checkpoints
 
-__all__ = ["FORMAT", "check_inputs", "course", "inputs_record"]
+__all__ = ["FORMAT", "TABLE", "check_inputs", "course", "inputs_record", "kept_table"]
 
 FORMAT = 2  # of the state of a run
+TABLE = "latency.json"  # in the folder of a run
 FILES = ("teacher_weights", "cost")  # that must not change between two parts of a run
 
 
@@ -27,10 +30,18 @@ def inputs_record(context: Context) -> dict[str, Any]:
         "lr": parts.lr,
         "dense_digest": digest_tensors(parts.model.state_dict()),
     }
+    if parts.table is not None:
+        record["table_digest"] = hashlib.sha256(repr(parts.table).encode()).hexdigest()
     for name in FILES:
         if file := getattr(context.config, name):
             record[f"{name}_digest"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     return record
+
+
+def kept_table(out: Path) -> LatencyTable | None:
+    """The latencies that the run in a folder has measured at its start, if it has."""
+    file = out / TABLE
+    return LatencyTable.load(file) if file.exists() and checkpoints(out) else None
 
 
 def course(context: Context) -> dict[str, Any]:
@@ -70,6 +81,8 @@ def check_inputs(context: Context, out: Path, given: Sequence[str], state: dict[
     for name in FILES:
         if state["record"].get(f"{name}_digest") != context.record.get(f"{name}_digest"):
             raise RunError(f"{getattr(context.config, name)} has changed {began}; put the old one back")
+    if state["record"].get("table_digest") != context.record.get("table_digest"):
+        raise RunError(f"{out / TABLE}, which the run has measured, is missing or has changed {began}; put it back")
     if state["record"]["dense_digest"] != context.record["dense_digest"]:
         weights = context.config.weights
         what = weights if "model" not in given and weights else "the dense model"

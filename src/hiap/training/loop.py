@@ -21,7 +21,7 @@ from hiap.pruning.saving import check_target
 from hiap.training.config import Config
 from hiap.training.context import Context
 from hiap.training.evaluate import Interrupted
-from hiap.training.inputs import FORMAT, check_inputs, course, inputs_record
+from hiap.training.inputs import FORMAT, TABLE, check_inputs, course, inputs_record, kept_table
 from hiap.training.out_of_memory import out_of_memory
 from hiap.training.phase import Phase
 from hiap.training.phases import Dense, Recover, Search, restore, score_dense
@@ -92,10 +92,12 @@ class Run:
         self.out, self.first = Path(out), first
         check_target(self.out / "compact")
         RunFolder.check(self.out, resume)
-        self.context = context = Context(config, str(out), data, cost, model)
+        self.context = context = Context(config, str(out), data, cost, model, kept_table(self.out))
         self.given = [name for name, own in (("data", data), ("cost", cost), ("model", model)) if own is not None]
         self.config, self.parts = context.config, context.parts
         self.folder = context.folder = RunFolder(out, config.to_yaml(), resume) if context.main else None
+        if self.folder is not None and self.parts.table is not None:
+            self.parts.table.save(self.out / TABLE)
         context.accelerator.wait_for_everyone()
         context.record |= inputs_record(context)
         self.seconds = 0.0

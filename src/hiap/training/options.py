@@ -94,10 +94,13 @@ class Options:
     smoothing: float = _option(0.0, "label smoothing")
     # what may go, and how much
     target: str | None = _option(
-        None, "budget: 7.4G, 42% (of the dense model's MACs), '1.2M params', '42% params'; with cost: 1.8ms, 2.0x"
+        None, "budget: 7.4G, 42% (of the dense model's MACs), '1.2M params', '42% params'; in time 1.8ms or 2.0x"
     )
     cost: str | None = _option(
-        None, "table of `hiap measure`: the target is in its unit, a share of its dense model, or x"
+        None, "table of `hiap measure`, for a target in time on another device; by default this one is measured first"
+    )
+    deploy: str | None = _option(
+        None, "how the result will run, for a target in time: bf16,256,compile on CUDA, fp32,1,eager on a CPU"
     )
     granularities: list[str] | None = _option(
         None, f"what has gates: {', '.join(GRANULARITIES)}; the paper's first four, and with a target q/k dims too"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import time
 from collections.abc import Callable
 from itertools import islice
@@ -32,7 +33,7 @@ def plan(config: Config) -> list[str]:
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(config.seed)
-    parts = Setup(config, device)
+    parts = Setup(config, device, say=lambda text: print(text, file=sys.stderr, flush=True))
     parts.warn()
     seconds = estimate(parts, device)
     return [*parts.lines(), f"time     about {clock(seconds)} on this machine ({device_name(device)})"]

@@ -14,7 +14,8 @@ from torch import nn
 
 from hiap.budget.controller import Controller, Floors
 from hiap.budget.cost import Cost, MacCost, ParamCost, in_words
-from hiap.budget.latency import UNITS, LatencyCost
+from hiap.budget.deploy import Deployment
+from hiap.budget.latency import UNITS, LatencyCost, LatencyTable
 from hiap.budget.target import Target
 from hiap.data.images import Loading
 from hiap.data.sources import Augmentation, ByteData, Data, LoaderData, check_source, open_data
@@ -25,6 +26,8 @@ from hiap.models.weights import teacher_model, trained_model
 from hiap.pruning.attach import attach, check_finite, gates
 from hiap.pruning.count import macs
 from hiap.pruning.saving import check_savable
+from hiap.speed.clock import device_name
+from hiap.speed.measure import measure
 from hiap.training.config import Config, ConfigError
 from hiap.training.objective import Teacher
 from hiap.training.schedule import BATCH, Schedule, dense_rate, pruning_rate
@@ -40,6 +43,7 @@ __all__ = [
     "make_cost",
     "make_schedule",
     "make_teacher",
+    "measure_here",
     "model_arguments",
     "normalisation",
     "note_preprocessing",
@@ -194,11 +198,17 @@ def check_parts(config: Config, processes: int = 1) -> None:
         )
 
 
-def make_cost(model: nn.Module, config: Config) -> Cost:
-    """The cost a configuration's target or penalties are about."""
+def make_cost(model: nn.Module, config: Config, table: LatencyTable | None = None) -> Cost:
+    """The cost a configuration's target or penalties are about.
+
+    Args:
+        table: of the device of the run, for a target in time where the configuration names none.
+    """
     target = Target.parse(config.target) if config.target else None
     if target is None:
         return MacCost(model, config.accounting)
+    if table is not None:
+        return LatencyCost(model, table)
     if config.cost is None:
         return ParamCost(model) if target.unit.endswith("params") else MacCost(model)
     cost = LatencyCost.load(config.cost, model)
@@ -217,6 +227,19 @@ def make_schedule(config: Config, steps: int) -> Schedule:
         noise_end=noise if config.noise_end is None else config.noise_end,
         **{name: getattr(config, name) for name in (*same, "sharp_start", "sharp_end")},
     )
+
+
+def measure_here(model: nn.Module, config: Config, device: torch.device, say: Callable[[str], None]) -> LatencyTable:
+    """The latency table of a model on this device, run as the configuration deploys it.
+
+    Raises:
+        LatencyError: the device cannot run it so.
+    """
+    assert config.target is not None
+    unit = "mJ" if Target.parse(config.target).unit == "mJ" else "ms"
+    how = Deployment.parse(config.deploy, device.type == "cuda")
+    say(f"measuring {config.model} on {device_name(device)}: {how.precision}, batch {how.batch}, {how.mode}")
+    return measure(model, device, how.precision, how.batch, unit, how.mode, config.model, say=say)
 
 
 def make_controller(model: nn.Module, config: Config, cost: Cost, steps: int) -> Controller:
@@ -274,6 +297,8 @@ class Setup:
 
     Args:
         data, cost, model: of one's own, instead of what the configuration names.
+        table: gives the latency table of a target in time, by measuring it or from where it was kept.
+        say: prints a line while the table is measured.
 
     Attributes:
         model: the dense model, on the CPU, with as many classes as the data has.
@@ -296,6 +321,8 @@ class Setup:
         cost: Callable[[nn.Module], Cost] | None = None,
         model: nn.Module | None = None,
         processes: int = 1,
+        table: Callable[[Callable[[], LatencyTable]], LatencyTable] = lambda measured: measured(),
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         config.check()
         if data is None:
@@ -329,7 +356,10 @@ class Setup:
         self.kinds = config.gate_kinds(any(site.qk_norm for site in self.sites))
         gated = attach(copy.deepcopy(self.model), self.kinds, config.keep_blocks)
         self.gates = sum(gate.logit.numel() for gate in gates(gated))
-        self.cost = cost(gated) if cost is not None else make_cost(gated, config)
+        self.table: LatencyTable | None = None
+        if config.timed and config.cost is None and cost is None:
+            self.table = table(lambda: measure_here(self.model, config, device, say))
+        self.cost = cost(gated) if cost is not None else make_cost(gated, config, self.table)
         self.controller = self.control(gated) if config.target else None
 
     def _dense_epochs(self) -> int:
@@ -381,6 +411,8 @@ class Setup:
         if self.controller:
             whole, say = self.controller.dense_cost, self.controller.cost.say
             goal = self.controller.target
-            lines.append(f"reach    {self.controller.low / whole:.1%} to 100% of the dense cost, {say(whole)}")
+            low = self.controller.low
+            least = f", from {say(low)} on" if isinstance(self.cost, LatencyCost) else ""
+            lines.append(f"reach    {low / whole:.1%} to 100% of the dense cost, {say(whole)}{least}")
             lines.append(f"target   {config.target} = {goal / whole:.1%} ({say(goal)})")
         return lines

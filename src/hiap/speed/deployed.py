@@ -1,0 +1,78 @@
+"""The speed that a user gets: each network in its fastest form, with one image and with many."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hiap.speed.bench import bench
+
+__all__ = ["Speed", "read_speeds", "speeds"]
+
+OPTIMISED = ", optimised"  # how `bench` names the optimised form of a network
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Two networks side by side at one batch size, each in the form that is fastest for it."""
+
+    batch: int
+    precision: str
+    dense_ms: float
+    dense_form: str
+    compact_ms: float
+    compact_form: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def comparison(self) -> str:
+        """How they compare, in words."""
+        times = self.dense_ms / self.compact_ms
+        return f"{times:.2f}x faster" if times >= 1.005 else f"not faster ({times:.2f}x)"
+
+
+def speeds(
+    dense: nn.Module, compact: nn.Module, device: torch.device, say: Callable[[str], None] = lambda text: None
+) -> list[Speed]:
+    """Time both networks as they are and optimised, in every mode of the device; the fastest counts.
+
+    On CUDA: bf16, 1 and 256 images, with and without CUDA graphs and compiling. On a CPU: fp32, 1 and 32 images.
+    """
+    gpu = device.type == "cuda"
+    precision, batches = ("bf16", (1, 256)) if gpu else ("fp32", (1, 32))
+    modes = ("eager", "graph", "compile+graph") if gpu else ("eager",)
+    networks = {"dense": dense, "compact": compact}
+    try:
+        rows = bench(networks, device, batches, [precision], modes, 3, 15, say)
+    except RuntimeError as error:  # compiling needs a working toolchain
+        if not gpu:
+            raise
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        warnings.warn(f"compiled networks could not be timed here ({first}); the speed is without", stacklevel=2)
+        rows = bench(networks, device, batches, [precision], modes[:2], 3, 15, say)
+    found = []
+    for batch in batches:
+        best: dict[str, tuple[float, str]] = {}
+        for row in rows:
+            name, form = row.network.removesuffix(OPTIMISED), row.mode
+            form += OPTIMISED if row.network.endswith(OPTIMISED) else ""
+            if row.batch == batch and (name not in best or row.ms < best[name][0]):
+                best[name] = (row.ms, form)
+        found.append(Speed(batch, precision, *best["dense"], *best["compact"]))
+    return found
+
+
+def read_speeds(report: Path) -> list[Speed]:
+    """What the report of a run says of the speed; nothing where there is none."""
+    try:
+        return [Speed(**one) for one in json.loads(report.read_text())["speed"]]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []

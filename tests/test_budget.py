@@ -15,8 +15,8 @@ from conftest import images, make
 from hiap.budget import target as target_file
 from hiap.budget.controller import BudgetError, Controller, Floors, Target
 from hiap.training.config import Config, ConfigError
+from hiap.training.costs import make_controller, make_cost
 from hiap.training.schedule import Schedule
-from hiap.training.setup import make_controller, make_cost
 from test_gates import ALL, PAPER, scatter_logits
 
 SMALL = {"embed_dim": 32, "num_heads": 4, "depth": 4}

@@ -12,23 +12,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from hiap.budget.controller import Controller, Floors
-from hiap.budget.cost import Cost, MacCost, ParamCost, in_words
-from hiap.budget.deploy import Deployment
-from hiap.budget.latency import UNITS, LatencyCost, LatencyTable
-from hiap.budget.target import Target
+from hiap.budget.controller import Controller
+from hiap.budget.cost import Cost, in_words
+from hiap.budget.latency import LatencyCost, LatencyTable
 from hiap.data.images import Loading
 from hiap.data.sources import Augmentation, ByteData, Data, LoaderData, check_source, open_data
 from hiap.errors import KindError
-from hiap.models.registry import family_of, sites, widths_of
+from hiap.models.registry import family_of, sites
 from hiap.models.timm import preprocessing_of
 from hiap.models.weights import teacher_model, trained_model
 from hiap.pruning.attach import attach, check_finite, gates
 from hiap.pruning.count import macs
 from hiap.pruning.saving import check_savable
-from hiap.speed.clock import device_name
-from hiap.speed.measure import measure
 from hiap.training.config import Config, ConfigError
+from hiap.training.costs import make_controller, make_cost, measure_here
 from hiap.training.objective import Teacher
 from hiap.training.schedule import BATCH, Schedule, dense_rate, pruning_rate
 
@@ -39,11 +36,8 @@ __all__ = [
     "dense_model",
     "fit_classifier",
     "load_data",
-    "make_controller",
-    "make_cost",
     "make_schedule",
     "make_teacher",
-    "measure_here",
     "model_arguments",
     "normalisation",
     "note_preprocessing",
@@ -198,25 +192,6 @@ def check_parts(config: Config, processes: int = 1) -> None:
         )
 
 
-def make_cost(model: nn.Module, config: Config, table: LatencyTable | None = None) -> Cost:
-    """The cost a configuration's target or penalties are about.
-
-    Args:
-        table: of the device of the run, for a target in time where the configuration names none.
-    """
-    target = Target.parse(config.target) if config.target else None
-    if target is None:
-        return MacCost(model, config.accounting)
-    if table is not None:
-        return LatencyCost(model, table)
-    if config.cost is None:
-        return ParamCost(model) if target.unit.endswith("params") else MacCost(model)
-    cost = LatencyCost.load(config.cost, model)
-    if target.unit in UNITS and target.unit != cost.table.unit:
-        raise ConfigError(f"the target is in {target.unit}, the table {config.cost} in {cost.table.unit}")
-    return cost
-
-
 def make_schedule(config: Config, steps: int) -> Schedule:
     """The course of a run of so many steps; with a target it freezes early and without noise."""
     freeze, noise = (0.15, 0.0) if config.target else (1.0, 1.0)
@@ -227,30 +202,6 @@ def make_schedule(config: Config, steps: int) -> Schedule:
         noise_end=noise if config.noise_end is None else config.noise_end,
         **{name: getattr(config, name) for name in (*same, "sharp_start", "sharp_end")},
     )
-
-
-def measure_here(model: nn.Module, config: Config, device: torch.device, say: Callable[[str], None]) -> LatencyTable:
-    """The latency table of a model on this device, run as the configuration deploys it.
-
-    Raises:
-        LatencyError: the device cannot run it so.
-    """
-    assert config.target is not None
-    unit = "mJ" if Target.parse(config.target).unit == "mJ" else "ms"
-    how = Deployment.parse(config.deploy, device.type == "cuda")
-    say(f"measuring {config.model} on {device_name(device)}: {how.precision}, batch {how.batch}, {how.mode}")
-    return measure(model, device, how.precision, how.batch, unit, how.mode, config.model, say=say)
-
-
-def make_controller(model: nn.Module, config: Config, cost: Cost, steps: int) -> Controller:
-    """The controller of a configuration's target."""
-    assert config.target is not None
-    dense = cost.of_widths(model, widths_of(model))
-    floors = Floors(config.min_heads, config.min_value_dims, config.min_neurons)
-    window = max(10, round(config.gate_window * steps))
-    ratio = (config.ratio[0], config.ratio[1])
-    target = Target.parse(config.target).absolute(dense)
-    return Controller(model, cost, target, ratio, floors, config.round_to, config.gate_mode, window)
 
 
 def _epochs(count: int) -> str:

@@ -1,0 +1,63 @@
+"""What a run counts: the cost of a configuration, the table of its device, the controller of its target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from hiap.budget.controller import Controller, Floors
+from hiap.budget.cost import Cost, MacCost, ParamCost
+from hiap.budget.deploy import Deployment
+from hiap.budget.latency import UNITS, LatencyCost, LatencyTable
+from hiap.budget.target import Target
+from hiap.models.registry import widths_of
+from hiap.speed.clock import device_name
+from hiap.speed.measure import measure
+from hiap.training.config import Config, ConfigError
+
+__all__ = ["make_controller", "make_cost", "measure_here"]
+
+
+def make_cost(model: nn.Module, config: Config, table: LatencyTable | None = None) -> Cost:
+    """The cost a configuration's target or penalties are about.
+
+    Args:
+        table: of the device of the run, for a target in time where the configuration names none.
+    """
+    target = Target.parse(config.target) if config.target else None
+    if target is None:
+        return MacCost(model, config.accounting)
+    if table is not None:
+        return LatencyCost(model, table)
+    if config.cost is None:
+        return ParamCost(model) if target.unit.endswith("params") else MacCost(model)
+    cost = LatencyCost.load(config.cost, model)
+    if target.unit in UNITS and target.unit != cost.table.unit:
+        raise ConfigError(f"the target is in {target.unit}, the table {config.cost} in {cost.table.unit}")
+    return cost
+
+
+def measure_here(model: nn.Module, config: Config, device: torch.device, say: Callable[[str], None]) -> LatencyTable:
+    """The latency table of a model on this device, run as the configuration deploys it.
+
+    Raises:
+        LatencyError: the device cannot run it so.
+    """
+    assert config.target is not None
+    unit = "mJ" if Target.parse(config.target).unit == "mJ" else "ms"
+    how = Deployment.parse(config.deploy, device.type == "cuda")
+    say(f"measuring {config.model} on {device_name(device)}: {how.precision}, batch {how.batch}, {how.mode}")
+    return measure(model, device, how.precision, how.batch, unit, how.mode, config.model, say=say)
+
+
+def make_controller(model: nn.Module, config: Config, cost: Cost, steps: int) -> Controller:
+    """The controller of a configuration's target."""
+    assert config.target is not None
+    dense = cost.of_widths(model, widths_of(model))
+    floors = Floors(config.min_heads, config.min_value_dims, config.min_neurons)
+    window = max(10, round(config.gate_window * steps))
+    ratio = (config.ratio[0], config.ratio[1])
+    target = Target.parse(config.target).absolute(dense)
+    return Controller(model, cost, target, ratio, floors, config.round_to, config.gate_mode, window)

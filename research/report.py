@@ -40,8 +40,8 @@ class Times:
 def timed(record: Record, records: list[Record], strict: bool) -> Times:
     """What is known of the times of a run.
 
-    Training is timed once per method, whatever the learning rate. The time of a forward belongs to one network, so it is
-    shown only for runs that ended with that network.
+    Training is timed once per method, whatever the learning rate. The time of a forward belongs to one network, so it
+    is shown only for runs that ended with that network.
 
     Args:
         strict: only what `clock` timed; else a run that it did not is taken to have had the device to itself.

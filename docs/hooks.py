@@ -184,6 +184,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if not outside:
             return link[0]
         path = target.relative_to(DOCS.parent).as_posix()
-        return link[1] if link[1].strip("`") in (path, target.name) and "/" in link[1] else f"{link[1]} (`{path}`)"
+        return f"`{path}`" if link[1].strip("`") in (path, target.name) else f"{link[1]} in `{path}`"
 
     return LINK.sub(plain, markdown)

@@ -15,7 +15,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -314,6 +314,19 @@ def test_the_functions_that_the_method_page_names_exist() -> None:
 
 
 # -- the site ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_link_out_of_the_site_becomes_the_path_of_the_file() -> None:
+    text = "[choices](../research/choices.md#x), [h200.json](../research/records/h200.json), [method](method.md#y)"
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="results.md"))
+    shown = "choices in `research/choices.md`, `research/records/h200.json`, [method](method.md#y)"
+    assert HOOKS.on_page_markdown(text, page, None, None) == shown
+
+
+def test_a_help_text_that_begins_with_a_value_keeps_its_spelling() -> None:
+    page = HOOKS.commands_page()
+    assert "| cuda or cpu; " in page and "| fp32, tf32, bf16 or fp16 " in page and "| ms, or mJ " in page
+    assert "| Images at a time" in page
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:

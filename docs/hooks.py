@@ -184,6 +184,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if not outside:
             return link[0]
         path = target.relative_to(DOCS.parent).as_posix()
-        return f"`{path}`" if link[1].strip("`") in (path, target.name) else f"{link[1]} in `{path}`"
+        named = link[1].strip("`") == path or (target.is_file() and link[1].strip("`") == target.name)
+        return f"`{path}`" if named else f"{link[1]} in `{path}`"
 
     return LINK.sub(plain, markdown)

@@ -317,10 +317,14 @@ def test_the_functions_that_the_method_page_names_exist() -> None:
 
 
 def test_a_link_out_of_the_site_becomes_the_path_of_the_file() -> None:
-    text = "[choices](../research/choices.md#x), [h200.json](../research/records/h200.json), [method](method.md#y)"
+    text = "[records](../research/records), [choices](../research/choices.md#x), [h200.json](../research/records/h200.json), [method](method.md#y)"
     page = SimpleNamespace(file=SimpleNamespace(src_uri="results.md"))
-    shown = "choices in `research/choices.md`, `research/records/h200.json`, [method](method.md#y)"
-    assert HOOKS.on_page_markdown(text, page, None, None) == shown
+    assert HOOKS.on_page_markdown(text, page, None, None).split(", ") == [
+        "records in `research/records`",
+        "choices in `research/choices.md`",
+        "`research/records/h200.json`",
+        "[method](method.md#y)",
+    ]
 
 
 def test_a_help_text_that_begins_with_a_value_keeps_its_spelling() -> None:

@@ -39,7 +39,7 @@ REALLY_RUN = ("docs/prune.md", "docs/read_result.md")  # pages whose commands ar
 LAUNCHERS = ("accelerate", "torchrun")
 FOREIGN = re.compile(r"(accelerate|torchrun)\b.*?-m hiap|(^|`)(pip|make|python)\b[^`\n]*", re.MULTILINE)  # commands
 FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\(([^)\s]+)\)")
+LINK = re.compile(r"""(?:\]\(|\bsrc(?:set)?=")([^)\s"]+)[)"]""")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 MAKE, PRUNE = timm.create_model, hiap.prune
 CHOICES = {
@@ -245,7 +245,8 @@ def test_every_relative_link_and_anchor_leads_somewhere(page: str) -> None:
 
 def test_a_broken_link_is_noticed() -> None:
     text = "# One two\n[a](#one-two) [b](#three) [c](nowhere.md) [d](format.md#nothing) [e](method.md) ![f](x.png)\n"
-    assert broken_links("docs/new.md", text) == ["#three", "nowhere.md", "format.md#nothing", "x.png"]
+    text += '<img src="y.png">\n'
+    assert broken_links("docs/new.md", text) == ["#three", "nowhere.md", "format.md#nothing", "x.png", "y.png"]
     assert broken_links("README.md", "[a](docs/options.md) [b](docs/method.md)") == ["docs/options.md"]
 
 
@@ -317,7 +318,8 @@ def test_the_functions_that_the_method_page_names_exist() -> None:
 
 
 def test_a_link_out_of_the_site_becomes_the_path_of_the_file() -> None:
-    text = "[records](../research/records), [choices](../research/choices.md#x), [h200.json](../research/records/h200.json), [method](method.md#y)"
+    text = "[records](../research/records), [choices](../research/choices.md#x), "
+    text += "[h200.json](../research/records/h200.json), [method](method.md#y)"
     page = SimpleNamespace(file=SimpleNamespace(src_uri="results.md"))
     assert HOOKS.on_page_markdown(text, page, None, None).split(", ") == [
         "records in `research/records`",

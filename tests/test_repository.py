@@ -91,8 +91,12 @@ def test_the_note_on_the_learning_rates_at_35_percent_is_what_the_records_say() 
         assert len(runs) == 3
         means.append(f"{statistics.mean(runs):.1f}")
     assert not [r for r in records if (r["method"], r["target"], r["final"]) == ("l1", "35%", False)]
-    assert "It is reused at 70 %, and for l1 at 35 %. For HiAP and Taylor at 35 % it is again the best of the same" in note
-    assert f"(for Taylor the largest of them); with the learning rate of 50 % they reach {' and '.join(means)} %." in note
+    assert (
+        "It is reused at 70 %, and for l1 at 35 %. For HiAP and Taylor at 35 % it is again the best of the same" in note
+    )
+    assert (
+        f"(for Taylor the largest of them); with the learning rate of 50 % they reach {' and '.join(means)} %." in note
+    )
 
 
 def test_the_learning_rates_of_dinov2_were_chosen_in_runs_as_short_as_the_readme_says() -> None:

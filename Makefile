@@ -1,4 +1,4 @@
-# `make demo` and `make test` need Python 3.10 or newer and nothing else: they make their own environment.
+# Every target but `clean` needs Python 3.10 or newer and nothing else: the first one makes the environment .venv.
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -29,4 +29,4 @@ docs: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv demo runs
+	rm -rf .venv demo runs site

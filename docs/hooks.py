@@ -1,7 +1,7 @@
 """Pages that mkdocs builds from the sources, so that they cannot go out of date.
 
 `options.md` and `commands.md` come from the configuration and the parsers of the command line, `changelog.md` from
-CHANGELOG.md. Links to files of the repository that are no pages become plain text in the site.
+CHANGELOG.md. Links to files of the repository that are no pages become text with the path of the file.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
 IN_WORDS = {"workers": "1 to 4", "batch_size": "16 to 256"}  # defaults that depend on the machine or the data
 TABLE = '<div class="options" markdown>\n\n| option | default | meaning |\n|---|---|---|'
 END = "\n</div>"
+AS_TYPED = r"(timm|hiap|cuda|fp32|ms)\b"  # first words of help texts that no capital may change
 WIDTH = 88  # characters of a line of code
 
 OPTIONS = """# Options
@@ -37,7 +38,7 @@ everything else has the default below. In YAML and in Python an option is writte
 `hiap prune --print-config` shows what a command would use.
 
 ```python
-config = hiap.read_config(None, {{"target": "50%", "keep_blocks": [0, 11]}})
+config = hiap.Config(target="50%", keep_blocks=[0, 11])
 ```
 
 Recipes that come with the package: {recipes}.
@@ -137,7 +138,7 @@ def _default(value: Any) -> str:
 def _sentence(text: str) -> str:
     """A help text as a cell of a table."""
     text = text.replace("|", "\\|").replace("<", "&lt;")
-    start = text if text.startswith(("timm", "hiap")) else text[:1].upper() + text[1:]
+    start = text if re.match(AS_TYPED, text) else text[:1].upper() + text[1:]
     return start + ("" if text.endswith(".") else ".")
 
 
@@ -174,12 +175,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links to files of the repository that are not in the site into plain text."""
+    """Turn links to files of the repository that are not in the site into their text and the path of the file."""
     home = (DOCS / page.file.src_uri).parent
 
     def plain(link: re.Match[str]) -> str:
         target = (home / link[2]).resolve()
         outside = target.exists() and (not target.is_relative_to(DOCS) or target.is_dir())
-        return link[1] if outside else link[0]
+        if not outside:
+            return link[0]
+        path = target.relative_to(DOCS.parent).as_posix()
+        named = link[1].strip("`") == path or (target.is_file() and link[1].strip("`") == target.name)
+        return f"`{path}`" if named else f"{link[1]} in `{path}`"
 
     return LINK.sub(plain, markdown)

@@ -1,6 +1,7 @@
 """The picture of the README: what pruning leaves of a network, and what accuracy it costs.
 
 python research/picture.py --records research/records/compare.jsonl --out docs/pictures/overview.svg
+python research/picture.py --records research/records/compare.jsonl --out docs/pictures/overview_narrow.svg --narrow
 """
 
 import argparse
@@ -129,15 +130,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--records", type=Path, required=True, help="JSON lines of compare.py")
     parser.add_argument("--out", type=Path, required=True, help="an .svg or .png file")
+    parser.add_argument("--narrow", action="store_true", help="one panel below the other, for small screens")
     options = parser.parse_args()
     records = read(options.records)
     colours = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), INK)
     sizes = {"font.size": 9, "font.family": "DejaVu Sans"}
     plt.rcParams.update({**colours, **sizes, "svg.hashsalt": "hiap"})
-    figure = plt.figure(figsize=(9.6, 3.7), facecolor="white")
-    grid = figure.add_gridspec(
-        1, 2, width_ratios=[1.15, 1], wspace=0.2, left=0.065, right=0.985, top=0.82, bottom=0.135
-    )
+    figure = plt.figure(figsize=(4.4, 7.0) if options.narrow else (9.6, 3.7), facecolor="white")
+    if options.narrow:
+        grid = figure.add_gridspec(2, 1, hspace=0.42, left=0.14, right=0.97, top=0.91, bottom=0.07)
+    else:
+        edges = {"left": 0.065, "right": 0.985, "top": 0.82, "bottom": 0.135}
+        grid = figure.add_gridspec(1, 2, width_ratios=[1.15, 1], wspace=0.2, **edges)
     network = min(chosen(records, "hiap", "50%"), key=lambda record: record["seed"])
     draw_network(figure, grid[0], network)
     draw_accuracy(figure.add_subplot(grid[1]), records)

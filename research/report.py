@@ -4,6 +4,7 @@ import argparse
 import statistics
 from collections import defaultdict
 from dataclasses import dataclass
+from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ LABELS = {  # of methods, in plots
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of training, evaluations aside, and of each mode the record of the last forward that was timed."""
+    """Seconds of training, evaluations aside, and for each mode the last timing of a forward of this very network."""
 
     seconds: float | None
     forwards: dict[str, Record]
@@ -38,6 +39,9 @@ class Times:
 
 def timed(record: Record, records: list[Record], strict: bool) -> Times:
     """What is known of the times of a run.
+
+    Training is timed once per method, whatever the learning rate. The time of a forward belongs to one network, so it
+    is shown only for runs that ended with that network.
 
     Args:
         strict: only what `clock` timed; else a run that it did not is taken to have had the device to itself.
@@ -53,7 +57,19 @@ def timed(record: Record, records: list[Record], strict: bool) -> Times:
         searching = clock.epoch_s.get("search", 0.0)
         epoch_s = record.search * searching + (1 - record.search) * clock.epoch_s.get("recover", searching)
         seconds = record.epochs * epoch_s
-    return Times(seconds, {one.mode: one for one in own if one.final == SPEED})
+    forwards = [one for one in own if one.final == SPEED and _same_network(one, record, own)]
+    return Times(seconds, {one.mode: one for one in forwards})
+
+
+def _same_network(timing: Record, record: Record, records: list[Record]) -> bool:
+    """Whether a forward of the network that a run ended with was timed.
+
+    A timing names the run, or the `clock`, whose widths it took. Where a method records no widths, it prunes before it
+    trains: the seed alone decides what its network is.
+    """
+    sources = [one for one in records if one.final is not False and one.key[:-1] == timing.key[:-1]]
+    widths = next((one.widths for one in sources if one.widths), None)
+    return widths == record.widths if widths else not record.widths and timing.seed == record.seed
 
 
 def table(options: argparse.Namespace) -> None:
@@ -122,6 +138,12 @@ def _mean(values: list[float | None]) -> float | None:
     return None if None in values else statistics.mean(values)
 
 
+def mean_top1(values: list[float]) -> float:
+    """The mean to two digits; a half is rounded up, as in decimals, not as the nearest binary number has it."""
+    mean = sum(Decimal(str(value)) for value in values) / len(values)
+    return float(mean.quantize(Decimal("0.01"), ROUND_HALF_UP))
+
+
 def summaries(group: list[Record], tried: dict[Any, float], times: dict[Any, Times]) -> list[dict[str, Any]]:
     """One row for each method and learning rate: means over the seeds, and the distance of the best from the worst.
 
@@ -138,9 +160,9 @@ def summaries(group: list[Record], tried: dict[Any, float], times: dict[Any, Tim
             {
                 "method": f"{method} ({variant})" if variant else method,
                 "lr": lr,
-                "top1": statistics.mean(top1),
+                "top1": mean_top1(top1),
                 "seconds": _mean([times[record.key].seconds for record in own]),
-                "forwards": times[first.key].forwards,
+                "forwards": {mode: one for record in own for mode, one in times[record.key].forwards.items()},
                 "device": first.device,
                 "held_out": tried.get(_trial(first, epochs)),
                 "plain": not variant,
@@ -160,25 +182,37 @@ def chosen(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def plot(tables: dict[Any, list[dict[str, Any]]], folder: Path) -> None:
-    """Top-1 against MACs, training time and throughput, at the chosen learning rates and without variants."""
+    """Top-1 against MACs, training time and throughput, without variants, at the chosen learning rates.
+
+    Throughput is plotted only for networks that were timed. Where that is not the network of the chosen learning rate,
+    both numbers are of the one that was timed.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
-    by_start = defaultdict(list)
-    for (start, _, target, length), rows in tables.items():
-        by_start[start] += [row | {"target": target, "length": length} for row in chosen(rows)]
-    for start, rows in by_start.items():
-        labels = {"macs": "share of the dense model's MACs", "seconds": "training time (s)"}
-        for mode in modes_of(rows):
-            key, forwards = f"throughput_{mode.replace('+', '_')}", [row["forwards"].get(mode) for row in rows]
-            for row, found in zip(rows, forwards, strict=True):
-                row[key] = found and found.batch / found.ms
-            how = next(found for found in forwards if found)
-            labels[key] = f"thousand images / s ({how.precision}, batch {how.batch}, {mode})"
-        for key, label in labels.items():
-            if any(row[key] is not None for row in rows):
-                _draw(rows, key, label, start, folder / f"{start}_{key}.png")
+    for start in dict.fromkeys(where[0] for where in tables):
+        own = {where: rows for where, rows in tables.items() if where[0] == start}
+        rows = _placed(own)
+        _draw(rows, "macs", "share of the dense model's MACs", start, folder / f"{start}_macs.png")
+        if any(row["seconds"] is not None for row in rows):
+            _draw(rows, "seconds", "training time (s)", start, folder / f"{start}_seconds.png")
+        for mode in modes_of([row for rows in own.values() for row in rows if row["plain"]]):
+            rows, key = _placed(own, mode), f"throughput_{mode.replace('+', '_')}"
+            for row in rows:
+                row[key] = row["forwards"][mode].batch / row["forwards"][mode].ms
+            how = rows[0]["forwards"][mode]
+            label = f"thousand images / s ({how.precision}, batch {how.batch}, {mode})"
+            _draw(rows, key, label, start, folder / f"{start}_{key}.png")
+
+
+def _placed(tables: dict[Any, list[dict[str, Any]]], mode: str | None = None) -> list[dict[str, Any]]:
+    """The rows to plot, with target and length; with a mode, those of networks that were timed in it."""
+    return [
+        row | {"target": target, "length": length}
+        for (_, _, target, length), rows in tables.items()
+        for row in chosen([row for row in rows if mode is None or mode in row["forwards"]])
+    ]
 
 
 def _draw(rows: list[dict[str, Any]], key: str, label: str, title: str, path: Path) -> None:

@@ -15,7 +15,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,14 +33,15 @@ ROOT = Path(__file__).resolve().parents[1]
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 3}
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 GENERATED = ["docs/options.md", "docs/commands.md"]
-RESEARCH = ("docs/results.md", "docs/choices.md")  # their commands are of benchmarks/ and need a GPU
+RESEARCH = ("docs/results.md",)  # its commands are of research/ and need a GPU
 GUIDES = [page for page in PAGES if page not in RESEARCH] + GENERATED
 REALLY_RUN = ("docs/prune.md", "docs/read_result.md")  # pages whose commands are run, not only read
 LAUNCHERS = ("accelerate", "torchrun")
+FOREIGN = re.compile(r"(accelerate|torchrun)\b.*?-m hiap|(^|`)(pip|make|python)\b[^`\n]*", re.MULTILINE)  # commands
 FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\(([^)\s]+)\)")
+LINK = re.compile(r"""(?:\]\(|\bsrc(?:set)?=")([^)\s"]+)[)"]""")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
-MAKE, READ = timm.create_model, hiap.read_config
+MAKE, PRUNE = timm.create_model, hiap.prune
 CHOICES = {
     "data_device": "loader cpu cuda",
     "accounting": "exact paper",
@@ -84,9 +85,9 @@ def commands(block: str) -> list[list[str]]:
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
-def read_config(source: Any = None, overrides: dict[str, Any] | None = None) -> hiap.Config:
-    """What `hiap.read_config` gives back in a page: a short run."""
-    return replace(READ(source, overrides), epochs=EPOCHS, workers=0)
+def short_prune(config: hiap.Config, *given: Any, **named: Any) -> Any:
+    """What `hiap.prune` does in a page: the run it is asked for, in a few epochs."""
+    return PRUNE(replace(config, epochs=EPOCHS, workers=0), *given, **named)
 
 
 def small_model(name: str, pretrained: bool = False, **given: Any) -> torch.nn.Module:
@@ -99,7 +100,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
     """A folder to run a page in, and the names it may use."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(timm, "create_model", small_model)
-    monkeypatch.setattr(hiap, "read_config", read_config)
+    monkeypatch.setattr(hiap, "prune", short_prune)
     write_photos(tmp_path / "photos")
     torch.manual_seed(0)
     vit = small_model("vit_tiny_patch16_224", num_classes=2).eval()
@@ -244,7 +245,8 @@ def test_every_relative_link_and_anchor_leads_somewhere(page: str) -> None:
 
 def test_a_broken_link_is_noticed() -> None:
     text = "# One two\n[a](#one-two) [b](#three) [c](nowhere.md) [d](format.md#nothing) [e](method.md) ![f](x.png)\n"
-    assert broken_links("docs/new.md", text) == ["#three", "nowhere.md", "format.md#nothing", "x.png"]
+    text += '<img src="y.png">\n'
+    assert broken_links("docs/new.md", text) == ["#three", "nowhere.md", "format.md#nothing", "x.png", "y.png"]
     assert broken_links("README.md", "[a](docs/options.md) [b](docs/method.md)") == ["docs/options.md"]
 
 
@@ -273,9 +275,19 @@ def test_every_option_that_a_page_mentions_exists(page: str) -> None:
         flag for parser in HOOKS.parsers().values() for action in parser._actions for flag in action.option_strings
     }
     known |= {"--version", "--help"}
-    others = (*LAUNCHERS, "pip ", "make ", "benchmarks/", "pytest", "mkdocs")
-    lines = [line for line in text_of(page).splitlines() if not any(other in line for other in others)]
-    assert {flag for line in lines for flag in OPTION.findall(line)} - known == set()
+    assert unknown_options(text_of(page), known) == set()
+
+
+def unknown_options(text: str, known: set[str]) -> set[str]:
+    """Options that a text mentions and `hiap` does not have, those of other programs' commands aside."""
+    return set(OPTION.findall(FOREIGN.sub("", text))) - known
+
+
+def test_an_option_that_does_not_exist_is_noticed_beside_other_commands() -> None:
+    text = (
+        "`pip install --quiet x`, then `--here` and `--gone`.\nmake --jobs 2\ntorchrun --nproc 2 -m hiap prune --lost\n"
+    )
+    assert unknown_options(text, {"--here"}) == {"--gone", "--lost"}
 
 
 def test_the_api_page_has_every_public_name() -> None:
@@ -303,6 +315,24 @@ def test_the_functions_that_the_method_page_names_exist() -> None:
 
 
 # -- the site ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_link_out_of_the_site_becomes_the_path_of_the_file() -> None:
+    text = "[records](../research/records), [choices](../research/choices.md#x), "
+    text += "[h200.json](../research/records/h200.json), [method](method.md#y)"
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="results.md"))
+    assert HOOKS.on_page_markdown(text, page, None, None).split(", ") == [
+        "records in `research/records`",
+        "choices in `research/choices.md`",
+        "`research/records/h200.json`",
+        "[method](method.md#y)",
+    ]
+
+
+def test_a_help_text_that_begins_with_a_value_keeps_its_spelling() -> None:
+    page = HOOKS.commands_page()
+    assert "| cuda or cpu; " in page and "| fp32, tf32, bf16 or fp16 " in page and "| ms, or mJ " in page
+    assert "| Images at a time" in page
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:

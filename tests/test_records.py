@@ -1,5 +1,6 @@
 """The records of comparisons, and what is made of them."""
 
+import argparse
 import dataclasses
 import json
 import re
@@ -11,7 +12,7 @@ from PIL import Image
 
 import compare
 from record import KEY, Record, read
-from report import chosen
+from report import chosen, mean_top1, table
 from test_research import FOLDER
 
 
@@ -27,6 +28,8 @@ def test_tables_of_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     records.append(records[0] | {"set": "ema=0.9", "top1": 60, "search": 0})
     records.append(records[2] | {"lr": 1e-3, "top1": 50, "trial_epochs": 5})
     records.append(records[-1] | {"final": False, "epochs": 5, "top1": 45})
+    widths = [{"heads": 3, "qk_dim": 64, "value_dim": 64, "neurons": 96}]
+    records.append(records[2] | {"lr": 2e-3, "top1": 40, "widths": widths})
     records.append(records[0] | {"final": "clock", "epochs": 6, "epoch_s": {"search": 5.0, "recover": 2.0}})
     records.append(records[2] | {"like": "hiap 15", "epochs": 17, "top1": 71.5})
     speed = {"final": "speed", "ms": 0.5, "dense_ms": 0.8, "batch": 256, "precision": "bf16", "mode": "compile"}
@@ -49,6 +52,7 @@ def test_tables_of_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert "| taylor | 71.00 | 0.00 | 1 | 49.90% |  |  | 0.500 ms | 0.0005 |  |" in text  # another mode
     assert text.index("| hiap") < text.index("| taylor | 71.00 | 0.00 | 1 |") < text.index("| hiap (ema")
     assert "| taylor | 50.00 | 0.00 | 1 | 49.90% |  |  | 0.500 ms | 0.001 | 45.00 |" in text  # each rate a row
+    assert "| taylor | 40.00 | 0.00 | 1 | 49.90% |  |  |  | 0.002 |  |" in text  # another network than the timed one
     assert "\nvit, 1.8ms by t.json 1234, 15 epochs (gpu)" in same_time
     assert "| hiap | 72.50 |" in same_time and "| taylor | 71.50 |" in same_time
     assert "(ema=0.9)" not in same_time  # it took another time
@@ -65,11 +69,38 @@ def test_plots_take_the_learning_rate_that_held_out_images_choose() -> None:
     assert {row["method"]: row["lr"] for row in found} == {"hiap": 2e-4, "l1": 5e-4}
 
 
+def test_a_forward_time_stands_beside_the_network_that_was_timed_and_no_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    table(argparse.Namespace(records=FOLDER / "records/compare.jsonl", plots=None))
+    half, _, at_35, at_70, *_ = capsys.readouterr().out.split("\nvit_tiny, ")[1:]
+    assert "| hiap | 73.39 | 0.11 | 3 | 49.98% | 68 s | 1.851 ms | 1.095 ms (1.48x) | 0.0005 | 78.89 |" in half
+    assert "| hiap | 72.65 | 0.37 | 3 | 49.97% | 68 s |  |  | 0.0002 | 79.53 |" in half
+    assert "| torch_pruning_taylor | 66.08 | 0.54 | 3 | 49.74% | 80 s | 5.178 ms |  | 0.0005 | 68.55 |" in half
+    assert "| hiap | 67.86 | 0.36 | 3 | 35.00% | 65 s |  | 0.0002 | 71.80 |" in at_35
+    assert "| taylor | 63.14 | 0.91 | 3 | 34.98% | 57 s | 1.598 ms | 0.001 | 64.49 |" in at_35  # the seed decides
+    assert "| hiap | 75.88 | 0.44 | 3 | 69.97% | 69 s | 1.929 ms | 0.0005 |  |" in at_70
+    assert "| hiap | 76.31 | 0.31 | 3 | 69.98% | 69 s |  | 0.0002 |  |" in at_70
+
+
+@pytest.mark.parametrize(("values", "mean"), [((66.68, 66.77), 66.73), ((71.32, 71.31), 71.32), ((69.0, 69.01), 69.01)])
+def test_means_round_a_half_up(values: tuple[float, ...], mean: float) -> None:
+    assert mean_top1(list(values)) == mean
+
+
+def test_every_mean_of_the_results_is_that_of_the_seeds_beside_it() -> None:
+    text = (FOLDER.parent / "docs/results.md").read_text()
+    found = re.findall(r"\| (\d\d\.\d\d(?:, \d\d\.\d\d){1,2}) \| \**(\d\d\.\d\d)\** \|", text)
+    assert len(found) > 30
+    for seeds, mean in found:
+        assert mean_top1([float(one) for one in seeds.split(", ")]) == float(mean), seeds
+
+
 OWN = {"start": "vit", "weights": "w", "set": "", "target": "50%", "epochs": 15, "like": None, "method": "hiap"}
 OWN |= {"lr": 5e-4, "seed": 0, "final": True, "device": "gpu"}
 
 
-@pytest.mark.parametrize(("name", "count"), [("compare.jsonl", 197), ("compare_8740963.jsonl", 15)])
+@pytest.mark.parametrize(("name", "count"), [("compare.jsonl", 212), ("compare_8740963.jsonl", 15)])
 def test_every_kept_record_loads_under_its_old_names_and_survives_a_round_trip(name: str, count: int) -> None:
     lines = (FOLDER / "records" / name).read_text().splitlines()
     records = read(FOLDER / "records" / name)

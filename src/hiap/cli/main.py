@@ -102,7 +102,7 @@ def _parser(every_option: bool = False) -> argparse.ArgumentParser:
     """
     parser = argparse.ArgumentParser(
         prog="hiap",
-        description="Make Vision Transformers smaller and really faster.",
+        description="Make Vision Transformers smaller and faster.",
         epilog="example: hiap prune --help",
     )
     parser.add_argument("--version", action="version", version=f"hiap {version('hiap')}")

@@ -12,7 +12,7 @@ __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "Time the parts of a model over a grid of widths."
 EXAMPLES = """examples:
-  hiap measure --model deit_base_patch16_224 --device cuda --precision bf16 --batch-size 256 -o h200.json
+  hiap measure --model deit_base_patch16_224 --device cuda --precision bf16 --batch-size 256 --out h200.json
   hiap prune --model deit_base_patch16_224 --data imagenet/ --target 2.0x --cost h200.json
 """
 

@@ -22,8 +22,8 @@ CHOICES = {  # of options that are one of a few words
 GROUPS = {  # of options, by the first of each
     "model": "model",
     "data": "data",
-    "target": "what may go, and how much",
-    "epochs": "course of the run",
+    "target": "budget and what may be pruned",
+    "epochs": "length and schedule",
     "batch_size": "optimisation",
     "teacher": "distillation",
     "keep": "the run itself",
@@ -76,14 +76,16 @@ class Options:
     input_key: str | None = _option(None, "column of the images of hfds/... and hfids/...; 'image' by default")
     target_key: str | None = _option(None, "column of the labels of hfds/... and hfids/...; 'label' by default")
     download: bool = _option(False, "fetch a data set of torchvision (torch/...) that is not there")
-    data_device: str = _option("loader", "loader reads images as they come; cpu and cuda hold all of them in memory")
-    workers: int = _option(min(4, os.cpu_count() or 1), "loader processes; by default one a CPU, up to 4")
+    data_device: str = _option(
+        "loader", "where images are read from: loader reads them as they come; cpu and cuda hold all of them in memory"
+    )
+    workers: int = _option(min(4, os.cpu_count() or 1), "loader processes; by default one per CPU, up to 4")
     strict_data: bool = _option(False, "fail on an image that cannot be read instead of skipping it")
     mean: list[float] | None = _option(
-        None, "normalisation of the input, one value a channel; the model's own by default"
+        None, "normalisation of the input, one value per channel; the model's own by default"
     )
     std: list[float] | None = _option(
-        None, "standard deviation of the input, one value a channel; the model's own by default"
+        None, "standard deviation of the input, one value per channel; the model's own by default"
     )
     crop: float = _option(0.35, "least share of the area a random crop keeps")
     flip: float = _option(0.5, "probability of a horizontal flip")
@@ -92,7 +94,7 @@ class Options:
     mixup: float = _option(0.0, "mixup alpha; 0 is off")
     cutmix: float = _option(0.0, "cutmix alpha; 0 is off")
     smoothing: float = _option(0.0, "label smoothing")
-    # what may go, and how much
+    # budget and what may be pruned
     target: str | None = _option(
         None, "budget: 7.4G, 42% (of the dense model's MACs), '1.2M params', '42% params'; in time 1.8ms or 2.0x"
     )
@@ -111,9 +113,11 @@ class Options:
     min_neurons: float = _option(0.02, "share of its neurons every open FFN keeps")
     round_to: int = _option(8, "multiple that widths are rounded to")
     align_heads: bool | None = _option(
-        None, "turn the dims of heads to axes that can be cut before the search; by default with a target"
+        None,
+        "before the search, an invertible change of basis concentrates each head in few dims; outputs are unchanged; "
+        "by default with a target",
     )
-    # course
+    # length and schedule
     epochs: int = _option(15, "length of the run")
     stop_after: int | None = _option(None, "end after this many epochs of the schedule")
     freeze_at: float | None = _option(
@@ -122,7 +126,8 @@ class Options:
     # optimisation
     batch_size: int = _option(
         0,
-        "images a step, over all processes; by default 256, and less (at least 16) where a run had less than 200 steps",
+        "images per step, over all processes; by default 256, or fewer (at least 16) if the run would have fewer than "
+        "200 steps",
     )
     accumulate: int = _option(1, "parts a batch is computed in")
     opt: str = _option("adamw", "optimiser of timm")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
+
 from torch import nn
 
 from hiap.errors import CheckpointError, InputError, UnsupportedModelError
@@ -12,6 +15,7 @@ from hiap.nn.compact import Widths
 __all__ = ["family_named", "family_of", "register_family", "sites", "widths_of"]
 
 _FAMILIES: dict[str, Family] = {TIMM.name: TIMM}
+_LIBRARIES = ("torchvision",)  # with a family in a module of ours of the same name, FAMILY, that is imported on demand
 
 
 def register_family(family: Family) -> None:
@@ -41,7 +45,16 @@ def family_of(model: nn.Module) -> Family:
 
 
 def _find(model: nn.Module) -> Family | None:
-    return next((family for family in _FAMILIES.values() if family.accepts(model)), None)
+    found = next((family for family in _FAMILIES.values() if family.accepts(model)), None)
+    return found or next((one for one in map(_of_library, _LIBRARIES) if one is not None and one.accepts(model)), None)
+
+
+def _of_library(name: str, needed: bool = False) -> Family | None:
+    """The family of a library's models; None where nobody has imported the library, so that none can be here."""
+    if name not in sys.modules and not needed:
+        return None
+    family: Family = import_module(f"hiap.models.{name}").FAMILY
+    return family
 
 
 def family_named(name: object) -> Family:
@@ -51,6 +64,8 @@ def family_named(name: object) -> Family:
         CheckpointError: it is not registered here.
     """
     found = _FAMILIES.get(name) if isinstance(name, str) else None
+    if found is None and isinstance(name, str) and name in _LIBRARIES:
+        found = _of_library(name, needed=True)
     if found is None:
         known = ", ".join(map(repr, _FAMILIES))
         raise CheckpointError(

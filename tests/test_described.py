@@ -92,7 +92,9 @@ def test_a_run_prunes_it_and_can_be_resumed(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(resumed.model.parameters(), whole.model.parameters(), strict=True))
 
 
-def test_a_model_is_compared_once_and_again_where_its_blocks_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_compared_once_and_again_where_its_blocks_or_its_description_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from hiap.models import described
 
     calls, verify = [], described.verify
@@ -105,6 +107,9 @@ def test_a_model_is_compared_once_and_again_where_its_blocks_changed(monkeypatch
     model.encoder["layers"][1].mlp = nn.Sequential(nn.Linear(DIM, 8), nn.SiLU(), nn.Linear(8, DIM)).double()
     hiap.macs(model)
     assert len(calls) == 2
+    hiap.register_family(describe("split", act=nn.ReLU()))
+    with pytest.raises(hiap.UnsupportedModelError, match="does not compute what its description says"):
+        hiap.macs(model)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -296,6 +301,22 @@ def test_a_folder_of_other_arguments_says_so(tmp_path: Path) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), "pretrained_cfg": {"std": [0.0]}}))
     with pytest.raises(hiap.CheckpointError, match=r"pretrained_cfg has std '\[0.0\]', which cannot be read"):
         hiap.load(tmp_path / "compact")
+
+
+@pytest.mark.parametrize("name", ["timm", "torchvision"])
+def test_the_names_of_families_that_come_along_are_taken(name: str) -> None:
+    family = describe("split")
+    family.name = name
+    with pytest.raises(hiap.InputError, match=f"there is another family with the name '{name}': T"):
+        hiap.register_family(family)
+
+
+def test_of_two_families_that_accept_a_model_the_last_has_it() -> None:
+    first, second = describe("packed"), describe("split")
+    second.name = "other"
+    for family in (first, second):
+        hiap.register_family(family)
+    assert family_of(make()) is second
 
 
 def test_images_of_another_size_are_refused() -> None:

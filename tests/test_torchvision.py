@@ -135,6 +135,14 @@ def test_a_run_prunes_it_and_can_be_resumed(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(resumed.model.parameters(), whole.model.parameters(), strict=True))
 
 
+def test_extraction_is_checked_by_features_where_the_classifier_is_all_zeros(x: torch.Tensor) -> None:
+    model = library.VisionTransformer(**SMALL).double().eval()
+    features, logits = family_of(model).outputs(model, x)
+    assert features.shape == (3, 24) and bool(features.any()) and not logits.any()
+    compact = hiap.extract(model, any_family.ragged(model, 1), round_to=1)
+    assert 0 < compact.hiap.logit_difference < 1e-12
+
+
 def test_other_modules_in_its_place_are_refused() -> None:
     class Mine(library.VisionTransformer):
         pass

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hiap.errors import CheckpointError, InputError, UnsupportedModelError
 from hiap.models.block_paths import BlockPaths, find
@@ -166,7 +166,7 @@ class DescribedFamily(Family):
         """Compare a model with its description, once; what it was then like is noted with it."""
         self.classifier(model)
         self.stem(model)
-        like = [(name, type(model.get_submodule(name)), *widths) for name, widths in told.items()]
+        like = [id(self), *((name, type(model.get_submodule(name)), *widths) for name, widths in told.items())]
         if vars(model).get(_MARK) == like or any(p.is_meta for p in model.parameters()):
             return
         self._verify(model, {name: dim for name, (dim, _) in told.items()})
@@ -221,6 +221,15 @@ class DescribedFamily(Family):
 
     def fixed_macs(self, model: nn.Module, size: ImageSize = None) -> int:
         return self._outside(model, size).macs
+
+    def outputs(self, model: nn.Module, images: Tensor) -> tuple[Tensor, ...]:
+        features: list[Tensor] = []  # a new classifier may be all zeros, and its logits would tell nothing
+        hook = self._linear(model).register_forward_pre_hook(lambda head, args: features.append(args[0]))
+        try:
+            logits = model(images)
+        finally:
+            hook.remove()
+        return *features, logits
 
     def without_decay(self, model: nn.Module) -> set[str]:
         return self.exempt

@@ -19,10 +19,13 @@ _LIBRARIES = ("torchvision",)  # with a family in a module of ours of the same n
 
 
 def register_family(family: Family) -> None:
-    """Make a family known: models of it can be pruned, saved and, where it is registered too, loaded."""
+    """Make a family known: models of it can be pruned, saved and, where it is registered too, loaded.
+
+    Of several families that accept a model, the one registered last has it.
+    """
     if not isinstance(family, Family):
         raise InputError(f"a family is an instance of a subclass of hiap.Family; found {family!r}")
-    known = _FAMILIES.get(family.name)
+    known = _of_library(family.name, needed=True) if family.name in _LIBRARIES else _FAMILIES.get(family.name)
     if known is not None and type(known) is not type(family):
         raise InputError(f"there is another family with the name {family.name!r}: {type(known).__name__}")
     _FAMILIES[family.name] = family
@@ -45,7 +48,7 @@ def family_of(model: nn.Module) -> Family:
 
 
 def _find(model: nn.Module) -> Family | None:
-    found = next((family for family in _FAMILIES.values() if family.accepts(model)), None)
+    found = next((family for family in reversed(_FAMILIES.values()) if family.accepts(model)), None)
     return found or next((one for one in map(_of_library, _LIBRARIES) if one is not None and one.accepts(model)), None)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import any_family
 import hiap
 from hiap.models.registry import family_of
-from own_vit import DIM, KINDS, NONE, PACKED, Layer, OwnViT, describe, kinds_of, make
+from own_vit import DIM, HEADS, KINDS, NONE, PACKED, Layer, OwnViT, describe, kinds_of, make
 from runs import noise_data, pruned_twice
 
 
@@ -247,6 +247,24 @@ def test_a_model_that_uses_its_blocks_otherwise_is_refused() -> None:
     ):
         with pytest.raises(hiap.UnsupportedModelError, match=re.escape(message)):
             hiap.attach(cls())
+
+
+def test_a_block_that_rounds_to_float32_needs_a_tolerance() -> None:
+    class Rounds(nn.SiLU):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.float()).to(x)
+
+    model = make()
+    model.encoder["layers"][0].mlp[1] = Rounds()
+    hiap.register_family(describe("split", act=nn.SiLU()))
+    said = (
+        r"encoder\.layers\.0 does not .* differ by \d\.\de-\d\d of the largest, allowed is 1e-09\. So little is likely"
+    )
+    with pytest.raises(hiap.UnsupportedModelError, match=said):
+        hiap.macs(model)
+    hiap.register_family(describe("split", act=nn.SiLU(), tolerance=1e-5))
+    block = HEADS * (6 + 10) * (2 * 5 * DIM + 5 * 5) + 24 * 2 * 5 * DIM
+    assert hiap.macs(model) == 3 * block + 4 * 16 * DIM + DIM * 9 + 9 * 7
 
 
 def test_weights_that_are_not_finite_are_named_as_the_cause() -> None:

@@ -29,8 +29,8 @@ ROUNDING = 1e-5  # differences that float32 inside a model can make
 ROUNDED = "So little is likely to be rounding: if the blocks compute in float32 whatever they get, pass tolerance=1e-5"
 CAUSES = (
     "A block must compute x + scale1(out(attention(norm1(x)))), then x + scale2(fc2(act(fc1(norm2(x))))). Usual "
-    "causes: a norm after the branch instead of before it, a missing residual, another activation, a softmax scale other "
-    "than head_dim ** -0.5, positions or masks inside the attention, or a qkv layer that is not ordered q, k, v"
+    "causes: a norm after the branch instead of before it, a missing residual, another activation, a softmax scale "
+    "other than head_dim ** -0.5, positions or masks inside the attention, or a qkv layer that is not ordered q, k, v"
 )
 
 

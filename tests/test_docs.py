@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hiap
 from conftest import write_photos
 from hiap.cli.main import main
+from hiap.models import registry
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 3}
@@ -101,6 +102,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(timm, "create_model", small_model)
     monkeypatch.setattr(hiap, "prune", short_prune)
+    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))  # what a page registers is gone after it
     write_photos(tmp_path / "photos")
     torch.manual_seed(0)
     vit = small_model("vit_tiny_patch16_224", num_classes=2).eval()

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         TopologyError,
         UnsupportedModelError,
     )
+    from hiap.models.described import DescribedFamily
     from hiap.models.family import Family, Site
     from hiap.models.registry import register_family
     from hiap.nn.gates import Gate
@@ -64,6 +65,7 @@ __all__ = [
     "Controller",
     "Counts",
     "Data",
+    "DescribedFamily",
     "ExtractionError",
     "Family",
     "Floors",
@@ -116,6 +118,7 @@ _MODULES = {  # and the names each of them gives to the package
     "data.sources": "Data",
     "errors": "BudgetError CheckpointError ConfigError ExtractionError HiapError InputError KindError LatencyError "
     "RunError TopologyError UnsupportedModelError",
+    "models.described": "DescribedFamily",
     "models.family": "Family Site",
     "models.registry": "register_family",
     "nn.gates": "Gate",

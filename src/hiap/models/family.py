@@ -113,14 +113,6 @@ class Family(ABC):
         """MACs of everything outside the blocks, for one image."""
 
     @abstractmethod
-    def embed(self, model: nn.Module, images: Tensor) -> Tensor:
-        """What enters the first block. (B, N, D)"""
-
-    @abstractmethod
-    def head(self, model: nn.Module, tokens: Tensor) -> Tensor:
-        """Logits from what leaves the last block."""
-
-    @abstractmethod
     def describe(self, model: nn.Module, origin: Recipe | None = None) -> Recipe:
         """The recipe of a model but for the widths of its blocks, as JSON values.
 
@@ -165,6 +157,14 @@ class Family(ABC):
         """The inverse of `to_block`, for a block of its dense widths."""
         return block
 
+    def embed(self, model: nn.Module, images: Tensor) -> Tensor:
+        """What enters the first block, (B, N, D). Write `embed` and `head` both or neither (`comes_apart`)."""
+        raise NotImplementedError(f"{type(self).__name__} has no embed: its models run whole")
+
+    def head(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        """Logits from what leaves the last block."""
+        raise NotImplementedError(f"{type(self).__name__} has no head: its models run whole")
+
     def outputs(self, model: nn.Module, images: Tensor) -> tuple[Tensor, ...]:
         """What two models are compared by: logits, and features where they can be had."""
         return (model(images),)
@@ -206,6 +206,11 @@ class Family(ABC):
         return {}
 
     # -- what follows -----------------------------------------------------------------------------------------------
+
+    @property
+    def comes_apart(self) -> bool:
+        """Whether `embed` and `head` are written. If not, an optimised model runs by its own forward, stem included."""
+        return type(self).embed is not Family.embed and type(self).head is not Family.head
 
     def open(self, model: nn.Module) -> list[Site]:
         """Convert the blocks of a model in place, so that changes to `Site.block` reach it."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
+
 from torch import nn
 
 from hiap.errors import CheckpointError, InputError, UnsupportedModelError
@@ -12,13 +15,17 @@ from hiap.nn.compact import Widths
 __all__ = ["family_named", "family_of", "find_family", "register_family", "sites", "widths_of"]
 
 _FAMILIES: dict[str, Family] = {TIMM.name: TIMM}
+_LIBRARIES = ("torchvision",)  # with a family in a module of ours of the same name, FAMILY, that is imported on demand
 
 
 def register_family(family: Family) -> None:
-    """Make a family known: models of it can be pruned, saved and, where it is registered too, loaded."""
+    """Make a family known: models of it can be pruned, saved and, where it is registered too, loaded.
+
+    Of several families that accept a model, the one registered last has it.
+    """
     if not isinstance(family, Family):
         raise InputError(f"a family is an instance of a subclass of hiap.Family; found {family!r}")
-    known = _FAMILIES.get(family.name)
+    known = _of_library(family.name, needed=True) if family.name in _LIBRARIES else _FAMILIES.get(family.name)
     if known is not None and type(known).__qualname__ != type(family).__qualname__:
         raise InputError(f"there is another family with the name {family.name!r}: {type(known).__name__}")
     _FAMILIES.pop(family.name, None)
@@ -43,7 +50,16 @@ def family_of(model: nn.Module) -> Family:
 
 def find_family(model: nn.Module) -> Family | None:
     """The family of a model, the one registered last first; None if it is of none."""
-    return next((family for family in reversed(_FAMILIES.values()) if family.accepts(model)), None)
+    found = next((family for family in reversed(_FAMILIES.values()) if family.accepts(model)), None)
+    return found or next((one for one in map(_of_library, _LIBRARIES) if one is not None and one.accepts(model)), None)
+
+
+def _of_library(name: str, needed: bool = False) -> Family | None:
+    """The family of a library's models; None where nobody has imported the library, so that none can be here."""
+    if name not in sys.modules and not needed:
+        return None
+    family: Family = import_module(f"hiap.models.{name}").FAMILY
+    return family
 
 
 def family_named(name: object) -> Family:
@@ -53,6 +69,8 @@ def family_named(name: object) -> Family:
         CheckpointError: it is not registered here.
     """
     found = _FAMILIES.get(name) if isinstance(name, str) else None
+    if found is None and isinstance(name, str) and name in _LIBRARIES:
+        found = _of_library(name, needed=True)
     if found is None:
         known = ", ".join(map(repr, _FAMILIES))
         raise CheckpointError(

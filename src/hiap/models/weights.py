@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -31,6 +31,7 @@ __all__ = [
 
 NESTED = ("state_dict_ema", "state_dict", "model_ema", "model")  # where training scripts put the weights
 WRAPPERS = ("module.", "model.", "backbone.", "encoder.", "vit.", "net.", "student.", "base_model.")
+TORCHVISION = "torchvision:"  # before the names of models that are torchvision's
 DEEPEST = 256  # blocks; a thousand take timm a quarter of a minute
 SHORT = reprlib.Repr()
 SHORT.maxdict = SHORT.maxlist = SHORT.maxtuple = 12
@@ -41,6 +42,7 @@ def trained_model(name: str, weights: str | None, pretrained: bool, arguments: d
     """A model with its weights; its own number of classes, 0 where they hold no classifier.
 
     Args:
+        name: of timm, or of torchvision with `torchvision:` before it.
         weights: a file. Without one, `pretrained` weights are fetched.
         arguments: what `timm.create_model` is given besides the name.
 
@@ -48,8 +50,16 @@ def trained_model(name: str, weights: str | None, pretrained: bool, arguments: d
         ConfigError: timm cannot make it, or the weights cannot be had or do not fit.
     """
     if weights is not None:
-        state, arguments = unwrapped(read_weights(weights)), dict(arguments)
-        if (classes := classes_in(state)) is not None:
+        state, arguments = read_weights(weights), dict(arguments)
+        if name.startswith(TORCHVISION):
+            from hiap.models.torchvision import classes_of, present_names
+
+            state = present_names(unwrapped(state, own=("encoder.",)))
+            classes = classes_of(state)
+        else:
+            state = unwrapped(state)
+            classes = classes_in(state)
+        if classes is not None:
             arguments["num_classes"] = classes
         model = create_model(name, False, arguments)
         load_weights(model, state, weights, name, f"model {name}")
@@ -83,27 +93,37 @@ def teacher_model(name: str, weights: str | None, classes: int) -> tuple[nn.Modu
 
 
 def create_model(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
-    """A model of timm; one with arguments is measured before it takes memory.
+    """A model of timm or torchvision; one with arguments is measured before it takes memory.
 
     Raises:
-        ConfigError: timm does not know it or refuses the arguments, or it is larger than the memory here.
+        ConfigError: the library does not know it or refuses the arguments, or it is larger than the memory here.
     """
     given = f" with {SHORT.repr(arguments)}" if arguments else ""
+    maker = "torchvision" if name.startswith(TORCHVISION) else "timm"
     try:
         if arguments:
             _check_size(name, arguments)
     except Exception as error:  # whatever the constructor of a model makes of odd arguments
-        raise ConfigError(f"timm cannot make the model {name}{given}: {short_reason(error)}") from error
+        raise ConfigError(f"{maker} cannot make the model {name}{given}: {short_reason(error)}") from error
     try:
-        model: nn.Module = timm.create_model(name, pretrained=pretrained, **arguments)
-        return model
+        return _make(name, pretrained, arguments)
     except Exception as error:
-        if pretrained and timm.is_model(name) and not isinstance(error, TypeError):
+        known = timm.is_model(name) or maker == "torchvision"
+        if pretrained and known and not isinstance(error, TypeError | InputError):
             raise ConfigError(
                 f"the pretrained weights of {name} cannot be had ({short_reason(error)}). Pass --weights FILE, or "
                 "--no-pretrained (with --dense-epochs) to begin without"
             ) from error
-        raise ConfigError(f"timm cannot make the model {name}{given}: {short_reason(error)}") from error
+        raise ConfigError(f"{maker} cannot make the model {name}{given}: {short_reason(error)}") from error
+
+
+def _make(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
+    if name.startswith(TORCHVISION):
+        from hiap.models.torchvision import create
+
+        return create(name.removeprefix(TORCHVISION), pretrained, arguments)
+    model: nn.Module = timm.create_model(name, pretrained=pretrained, **arguments)
+    return model
 
 
 def _check_size(name: str, arguments: dict[str, Any]) -> None:
@@ -114,7 +134,7 @@ def _check_size(name: str, arguments: dict[str, Any]) -> None:
     if isinstance(depth, int) and depth > DEEPEST:
         raise InputError(f"depth must be at most {DEEPEST}; found {depth}")
     with torch.device("meta"):
-        model = timm.create_model(name, pretrained=False, **arguments)
+        model = _make(name, False, arguments)
     size, memory = sum(4 * p.numel() for p in model.parameters()), _memory()
     if size > memory:
         raise InputError(f"its weights would take {size / 1e9:.0f} GB, the memory here is {memory / 1e9:.0f} GB")
@@ -147,7 +167,7 @@ def load_weights(model: nn.Module, state: dict[str, Tensor], file: str, name: st
     """
     own = model.state_dict()
     if own.keys() != state.keys():
-        state = unwrapped(state)
+        state = unwrapped(state, own)
     other = [key for key in own if key in state and own[key].shape != state[key].shape]
     missing, more = [key for key in own if key not in state], [key for key in state if key not in own]
     parts = []
@@ -225,14 +245,18 @@ def check_weights(state: dict[str, Tensor], file: str) -> None:
         )
 
 
-def unwrapped(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def unwrapped(state: dict[str, Tensor], own: Collection[str] = ()) -> dict[str, Tensor]:
     """Weights by the names they have in the bare model: what compilers, wrappers and whole systems add is taken off.
 
     A prefix goes where at least nine tenths of the tensors have it: a classifier may stand beside a backbone.
+
+    Args:
+        own: names of tensors in the bare model, as far as they are known; what they begin with is no wrapper.
     """
+    wrappers = [wrapper for wrapper in WRAPPERS if not any(name.startswith(wrapper) for name in own)]
     state = {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
     while True:
-        shared = (w for w in WRAPPERS if sum(name.startswith(w) for name in state) >= 0.9 * len(state))
+        shared = (w for w in wrappers if sum(name.startswith(w) for name in state) >= 0.9 * len(state))
         prefix = next(shared, None)
         if prefix is None:
             return state

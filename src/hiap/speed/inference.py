@@ -72,21 +72,25 @@ class Optimized(nn.Module):
     """A ViT for inference at one image size: logits in eval mode are those of the model it was made from.
 
     Args:
-        model: it is taken apart: what stays in it is its head, and a stem that could not be folded.
+        model: it is taken apart: what stays in it is its head, and a stem that could not be folded. A model of a family
+            without `embed` and `head` stays whole.
         last: how many tokens the last block has to compute; None for all.
     """
 
     def __init__(self, model: nn.Module, last: int | None = None) -> None:
         super().__init__()
         self.family = family_of(model)
-        blocks = self.family.take_blocks(model)
-        if last is not None and blocks:
+        self.whole = not self.family.comes_apart
+        blocks = [site.module for site in self.family.sites(model)] if self.whole else self.family.take_blocks(model)
+        if last is not None and blocks and not self.whole:
             blocks[-1] = LastBlock(cast(Block, blocks[-1]), last)
-        self.stem = self.family.fold_stem(model)
+        self.stem = None if self.whole else self.family.fold_stem(model)
         self.blocks = nn.ModuleList(blocks)
         self.model = model
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.whole:
+            return cast(Tensor, self.model(x))
         x = self.family.embed(self.model, x) if self.stem is None else self.stem(x)
         for block in self.blocks:
             x = block(x)

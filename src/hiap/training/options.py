@@ -49,7 +49,7 @@ class Options:
     """All options of a run with their defaults."""
 
     # model
-    model: str = _option("vit_tiny_patch16_224", "timm name of the dense model")
+    model: str = _option("vit_tiny_patch16_224", "timm name of the dense model, or torchvision:vit_b_16 and the like")
     model_args: dict[str, Any] = _option({}, "further arguments of timm.create_model")
     weights: str | None = _option(None, "weights of the dense model: .safetensors, or .pth read with weights_only")
     pretrained: bool = _option(True, "start from timm's pretrained weights where no file is given")

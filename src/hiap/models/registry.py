@@ -7,18 +7,20 @@ from torch import nn
 from hiap.errors import CheckpointError, InputError, UnsupportedModelError
 from hiap.models.family import Family, Site
 from hiap.models.timm import TIMM
+from hiap.models.transformers import TRANSFORMERS
 from hiap.nn.compact import Widths
 
 __all__ = ["family_named", "family_of", "register_family", "sites", "widths_of"]
 
 _FAMILIES: dict[str, Family] = {TIMM.name: TIMM}
+_OPTIONAL: dict[str, Family] = {TRANSFORMERS.name: TRANSFORMERS}  # of packages that need not be there
 
 
 def register_family(family: Family) -> None:
     """Make a family known: models of it can be pruned, saved and, where it is registered too, loaded."""
     if not isinstance(family, Family):
         raise InputError(f"a family is an instance of a subclass of hiap.Family; found {family!r}")
-    known = _FAMILIES.get(family.name)
+    known = (_OPTIONAL | _FAMILIES).get(family.name)
     if known is not None and type(known) is not type(family):
         raise InputError(f"there is another family with the name {family.name!r}: {type(known).__name__}")
     _FAMILIES[family.name] = family
@@ -41,7 +43,7 @@ def family_of(model: nn.Module) -> Family:
 
 
 def _find(model: nn.Module) -> Family | None:
-    return next((family for family in _FAMILIES.values() if family.accepts(model)), None)
+    return next((family for family in (_OPTIONAL | _FAMILIES).values() if family.accepts(model)), None)
 
 
 def family_named(name: object) -> Family:
@@ -50,7 +52,7 @@ def family_named(name: object) -> Family:
     Raises:
         CheckpointError: it is not registered here.
     """
-    found = _FAMILIES.get(name) if isinstance(name, str) else None
+    found = (_OPTIONAL | _FAMILIES).get(name) if isinstance(name, str) else None
     if found is None:
         known = ", ".join(map(repr, _FAMILIES))
         raise CheckpointError(

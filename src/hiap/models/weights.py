@@ -1,4 +1,4 @@
-"""Dense models and their weights: made by timm, read from files of many kinds, and explained where they do not fit."""
+"""Dense models and their weights: of timm or Transformers, read from files, and explained where they do not fit."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from timm.data import resolve_data_config
 from torch import Tensor, nn
 
 from hiap.errors import ConfigError, InputError
+from hiap.models.transformers import PREFIX, hub_model
 
 __all__ = [
     "check_weights",
@@ -62,6 +63,8 @@ def trained_model(name: str, weights: str | None, pretrained: bool, arguments: d
     Raises:
         ConfigError: timm cannot make it, or the weights cannot be had or do not fit.
     """
+    if weights is not None and name.startswith(PREFIX):
+        raise ConfigError(f"{name} comes with weights of its own; leave out --weights {weights}")
     if weights is not None:
         state, arguments = unwrapped(read_weights(weights)), dict(arguments)
         if "head.weight" in state and state["head.weight"].ndim == 2:
@@ -100,11 +103,13 @@ def teacher_model(name: str, weights: str | None, classes: int) -> tuple[nn.Modu
 
 
 def create_model(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
-    """A model of timm; one with arguments is measured before it takes memory.
+    """A model of timm, or with "hf:" of Transformers; one of timm with arguments is measured before it takes memory.
 
     Raises:
         ConfigError: timm does not know it or refuses the arguments, or it is larger than the memory here.
     """
+    if name.startswith(PREFIX):
+        return hub_model(name, pretrained, arguments)
     given = f" with {SHORT.repr(arguments)}" if arguments else ""
     try:
         if arguments:

@@ -149,10 +149,10 @@ class TransformersFamily(Family):
 
     def sites(self, model: ViT) -> list[Site]:
         _check_class(model)
-        core, home = _core(model), _home(model)
-        if any(hasattr(one, "rope_embeddings") for one in (model, core)):
-            refuse("the model", model, _ROTARY, "an attention that turns q/k dims")
-        dim = _stem(model).out_channels
+        home, dim = _home(model), _width(model)
+        for name in ("output_hidden_states", "output_attentions"):
+            if any(getattr(config, name, False) for config in (model.config, _config(model))):
+                refuse("the model", model, f"blocks do not record what {name} asks for", f"config.{name} = False")
         return [
             Site(self, f"{home}.{i}", layer, dim, _widths(f"{home}.{i}", layer))
             for i, layer in enumerate(model.get_submodule(home))

@@ -339,9 +339,8 @@ class TransformersFamily(Family):
             config = getattr(library, config_class)(**recipe["config"])
             if kind in _WHOLE and "Classification" in cls:
                 config = getattr(library, _WHOLE[kind])(vision_config=config.to_dict())
-            config.num_labels = recipe["num_labels"]
             with torch.device("meta"):
-                model: ViT = getattr(library, cls)(config, **options)
+                model = _made(getattr(library, cls), config, recipe["num_labels"], **options)
         except Exception as error:  # whatever a configuration or a constructor makes of odd values
             raise CheckpointError(f"Transformers cannot make the {cls} of the skeleton: {error}") from error
         for module in model.modules():
@@ -549,6 +548,16 @@ def _weightless(layer: nn.Module) -> nn.Module:
 # -- recipes --------------------------------------------------------------------------------------------------------
 
 
+def _made(cls: Any, config: Any, classes: int, **options: Any) -> ViT:
+    """A model of a configuration; one of SigLIP cannot begin without classes, so that all lose them afterwards."""
+    if "Classification" in cls.__name__:
+        config.num_labels = classes or 1
+    model = cls(config, **options)
+    if not classes and TRANSFORMERS.classifier(model):
+        TRANSFORMERS.set_classes(model, 0)
+    return model
+
+
 def _library() -> Any:
     """Transformers.
 
@@ -672,6 +681,7 @@ _BY_TYPE = {
     **dict.fromkeys(("clip", "clip_vision_model"), "CLIPForImageClassification"),
     **dict.fromkeys(("siglip", "siglip_vision_model"), "SiglipForImageClassification"),
 }
+_TOWERS = {"clip_vision_model": "CLIPVisionModel", "siglip_vision_model": "SiglipVisionModel"}
 _RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
 
@@ -701,10 +711,11 @@ def hub_model(name: str, pretrained: bool, arguments: Mapping[str, Any]) -> nn.M
     if cls is None:
         known = ", ".join(sorted(_BY_TYPE))
         raise ConfigError(f"{name} is a {config.model_type}, which cannot be pruned; known: {known}")
-    if "vision_config" not in config.to_dict() and _CLASSES[cls][0] in _WHOLE:
-        config = getattr(library, _WHOLE[_CLASSES[cls][0]])(vision_config=config.to_dict(), num_labels=0)
     try:
-        model = _load(getattr(library, cls), where, config, pretrained)
+        if config.model_type in _TOWERS:
+            model = _load_tower(library, cls, where, config, pretrained)
+        else:
+            model = _load(getattr(library, cls), where, config, pretrained)
         if not pretrained and "num_classes" in arguments:
             TRANSFORMERS.set_classes(model, arguments["num_classes"])
         size = arguments.get("img_size")
@@ -737,6 +748,18 @@ def _load(cls: Any, where: str, config: Any, pretrained: bool) -> ViT:
     return model
 
 
+def _load_tower(library: Any, cls: str, where: str, config: Any, pretrained: bool) -> ViT:
+    """A classifier around an image tower that was saved alone."""
+    around = getattr(library, _WHOLE[_CLASSES[cls][0]])(vision_config=config.to_dict())
+    model = _made(getattr(library, cls), around, 0)
+    if pretrained:
+        given = (getattr(config, "architectures", None) or [""])[0]
+        bare = given if given in _CLASSES else _TOWERS[config.model_type]
+        tower = _core(_load(getattr(library, bare), where, config, True))
+        model.vision_model.to(_stem(tower).weight.dtype).load_state_dict(tower.state_dict())
+    return model
+
+
 def _resized(model: ViT, size: ImageSize) -> ViT:
     """The same model for another image size, its positions interpolated as the model itself does it."""
     patch, embeddings = _patch(model), _core(model).embeddings
@@ -750,7 +773,7 @@ def _resized(model: ViT, size: ImageSize) -> ViT:
         positions = embeddings.interpolate_pos_encoding(like, height, width)
     config = copy.deepcopy(model.config)
     getattr(config, "vision_config", config).image_size = height
-    resized = type(model)(config)
+    resized = _made(type(model), config, TRANSFORMERS.classes(model))
     state = model.state_dict()
     for name in state:
         if "position_embedding" in name:

@@ -1,4 +1,7 @@
-"""ViTs of Hugging Face Transformers go all the way, each class exactly."""
+"""ViTs of Hugging Face Transformers go all the way, each class exactly.
+
+One file, though a long one: all tests share the same small models.
+"""
 
 import copy
 import json
@@ -147,7 +150,8 @@ def test_what_is_extracted_computes_what_the_gates_did_costs_what_torch_counts_a
     loaded = hiap.load(tmp_path / "compact")
     assert type(loaded) is type(model) and torch.equal(logits_of(loaded(x)), logits_of(compact(x)))
     assert json.loads((tmp_path / "compact/config.json").read_text())["family"] == "transformers"
-    assert hiap.macs(dense_like(loaded)) == hiap.macs(model)
+    dense = dense_like(loaded)
+    assert hiap.macs(dense) == hiap.macs(model) and logits_of(dense(x.float())).shape == logits_of(model(x)).shape
 
 
 def test_aligned_and_optimised_networks_have_the_same_outputs(model: Any, x: torch.Tensor) -> None:

@@ -16,7 +16,8 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -338,7 +339,7 @@ class TransformersFamily(Family):
         try:
             config = getattr(library, config_class)(**recipe["config"])
             if kind in _WHOLE and "Classification" in cls:
-                config = getattr(library, _WHOLE[kind])(vision_config=config.to_dict())
+                config = _around(kind, config)
             with torch.device("meta"):
                 model = _made(getattr(library, cls), config, recipe["num_labels"], **options)
         except Exception as error:  # whatever a configuration or a constructor makes of odd values
@@ -702,7 +703,7 @@ def hub_model(name: str, pretrained: bool, arguments: Mapping[str, Any]) -> nn.M
         raise ConfigError(f"{name} takes img_size and num_classes as model_args; found {', '.join(odd)}")
     try:
         config = library.AutoConfig.from_pretrained(where, trust_remote_code=False)
-        usage = _read_preprocessor(library, where)
+        usage = _read_preprocessor(where)
     except Exception as error:
         raise ConfigError(
             f"{name} cannot be had ({_reason(error)}). Pass hf: and a folder that save_pretrained wrote"
@@ -735,7 +736,8 @@ def _class_for(config: Any) -> str | None:
 def _load(cls: Any, where: str, config: Any, pretrained: bool) -> ViT:
     if not pretrained:
         return cls(config)
-    model, report = cls.from_pretrained(where, config=config, output_loading_info=True)
+    with _quiet():  # what is missing is told below, and what is not needed does not matter
+        model, report = cls.from_pretrained(where, config=config, output_loading_info=True)
     missing = sorted(report["missing_keys"])
     heads = [key for key in missing if key.split(".")[0] in _HEADS]
     if len(heads) < len(missing):
@@ -748,10 +750,27 @@ def _load(cls: Any, where: str, config: Any, pretrained: bool) -> ViT:
     return model
 
 
+def _around(kind: str, config: Any) -> Any:
+    """The configuration of images and texts around that of an image tower."""
+    with _quiet():  # it warns of its own usual values for texts
+        return getattr(_library(), _WHOLE[kind])(vision_config=config.to_dict())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Transformers from printing what its models do not find in a file."""
+    logging = importlib.import_module("transformers.utils.logging")
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
 def _load_tower(library: Any, cls: str, where: str, config: Any, pretrained: bool) -> ViT:
     """A classifier around an image tower that was saved alone."""
-    around = getattr(library, _WHOLE[_CLASSES[cls][0]])(vision_config=config.to_dict())
-    model = _made(getattr(library, cls), around, 0)
+    model = _made(getattr(library, cls), _around(_CLASSES[cls][0], config), 0)
     if pretrained:
         given = (getattr(config, "architectures", None) or [""])[0]
         bare = given if given in _CLASSES else _TOWERS[config.model_type]
@@ -782,13 +801,12 @@ def _resized(model: ViT, size: ImageSize) -> ViT:
     return resized
 
 
-def _read_preprocessor(library: Any, where: str) -> dict[str, Any]:
+def _read_preprocessor(where: str) -> dict[str, Any]:
     """What `preprocessor_config.json` says of mean, std, resampling and crop; nothing where there is none."""
     file: Any = Path(where) / "preprocessor_config.json"
     if not Path(where).is_dir():
-        file = importlib.import_module("transformers.utils").cached_file(
-            where, "preprocessor_config.json", _raise_exceptions_for_missing_entries=False
-        )
+        quietly = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
+        file = importlib.import_module("transformers.utils").cached_file(where, "preprocessor_config.json", **quietly)
     if file is None or not Path(file).is_file():
         return {}
     given = json.loads(Path(file).read_text(encoding="utf-8"))

@@ -28,8 +28,12 @@ def device_name(device: torch.device) -> str:
 
 @torch.no_grad()
 def materialise(model: Module, device: torch.device) -> Module:
-    """Give a network random weights on a device, to be timed: speed does not depend on them."""
+    """Give a network random weights on a device, to be timed: speed does not depend on them. Constants stay."""
+    constants = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
     model.to_empty(device=device)
+    for name, buffer in model.named_buffers():
+        if name in constants:
+            buffer.copy_(constants[name])
     for p in model.parameters():
         p.normal_(std=0.02)
     return model

@@ -248,7 +248,15 @@ def test_it_can_be_timed() -> None:
     assert [row.macs for row in rows] == [hiap.macs(make("siglip"))] * 2
 
 
-def test_masks_and_hidden_states_are_not_silently_ignored(x: torch.Tensor) -> None:
+def test_a_mask_of_tokens_is_heeded(x: torch.Tensor) -> None:
+    model, mask = make("vit"), torch.ones(3, 17)
+    mask[:, 5:9] = 0
+    expected = model(x, attention_mask=mask).logits
+    assert close(expected, hiap.attach(copy.deepcopy(model))(x, attention_mask=mask).logits)
+    assert not close(expected, model(x).logits, 1e-6)
+
+
+def test_hidden_states_are_not_silently_left_out(x: torch.Tensor) -> None:
     compact = hiap.extract(make("vit"), ragged(make("vit")))
     with pytest.raises(hiap.InputError, match="a pruned model has no output_hidden_states; register forward hooks"):
         compact(x, output_hidden_states=True)
@@ -286,6 +294,19 @@ class TestRefused:
         with pytest.raises(
             hiap.UnsupportedModelError,
             match=r"vit.layers.1.mlp.fc2 is a ParametrizedLinear: it is not a plain nn.Linear",
+        ):
+            hiap.attach(model)
+
+    def test_a_module_of_ones_own(self) -> None:
+        class Attention(nn.Module):
+            def __init__(self, like: nn.Module) -> None:
+                super().__init__()
+                self.__dict__.update(like.__dict__)
+
+        model = make("vit")
+        model.vit.layers[2].attention = Attention(model.vit.layers[2].attention)
+        with pytest.raises(
+            hiap.UnsupportedModelError, match=r"vit.layers.2.attention is a Attention: it is not of Transformers"
         ):
             hiap.attach(model)
 

@@ -501,6 +501,9 @@ def _widths(name: str, layer: ViT) -> Widths:
             place = _place(layer, _PLACES[part]) or part
             reason = "it is not a plain nn.Linear with a weight of its own"
             refuse(f"{name}.{place}", linear or layer, reason, "the layer in its plain form")
+    for inside, module in layer.named_modules():
+        if not type(module).__module__.startswith(("transformers.", "torch.nn.modules.")):
+            refuse(f"{name}.{inside}", module, "it is not of Transformers", "rules to gate and cut this module")
     if len({linears[part].bias is None for part in ("query", "key", "value")}) > 1:
         refuse(name, layer, "only some of q, k and v have a bias", "a model where all or none have one")
     width, scale = _value(layer, _HEAD_DIM), _value(layer, _SCALE)

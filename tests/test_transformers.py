@@ -405,6 +405,7 @@ class TestFolder:
         assert main([*command, "--out", str(tmp_path / "run")]) == 0
         loaded = hiap.load(tmp_path / "run/compact")
         assert isinstance(loaded, transformers.ViTForImageClassification) and loaded.class_names == ["cat", "dog"]
+        assert loaded.config.id2label == {0: "cat", 1: "dog"}
 
     def test_what_cannot_be_had_is_said(self, tmp_path: Path) -> None:
         self.saved("vit", tmp_path / "hf")

@@ -119,7 +119,7 @@ class EncoderBlock(Block):
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **options: Any
     ) -> Tensor:
-        wanted = [name for name, value in options.items() if name in _REFUSED and value not in (None, False)]
+        wanted = [name for name in _REFUSED if options.get(name) is not None and options[name] is not False]
         if wanted:
             raise InputError(f"a pruned model has no {wanted[0]}; register forward hooks on its blocks instead")
         return super().forward(hidden_states, attention_mask)
@@ -301,7 +301,7 @@ class TransformersFamily(Family):
         return usage
 
     def set_usage(self, model: ViT, usage: Mapping[str, Any]) -> None:
-        names = usage.get("label_names") or ()
+        names = vars(model).get("class_names") or usage.get("label_names") or ()  # of the data it was pruned on, first
         if names and len(names) == self.classes(model):
             model.config.id2label = dict(enumerate(names))
             model.config.label2id = {name: i for i, name in enumerate(names)}

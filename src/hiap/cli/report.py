@@ -51,8 +51,8 @@ def report(result: Any, config: Config) -> None:
 
 def speed_note(found: Sequence[Speed]) -> str:
     """In which form each network was timed."""
-    forms = "; ".join(f"batch {one.batch}: dense {one.dense_form}, compact {one.compact_form}" for one in found)
-    return f"timed in {found[0].precision}, each in its fastest form\n  {forms}"
+    forms = [f"  batch {one.batch}: dense {one.dense_form}; compact {one.compact_form}" for one in found]
+    return "\n".join([f"timed in {found[0].precision}, each in its fastest form:", *forms])
 
 
 def _rows(record: dict[str, Any], found: Sequence[Speed]) -> list[tuple[str, str, str, str]]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hiap.errors import UnsupportedModelError
 from hiap.nn.compact import Attention, Block, Constant, Mlp, Widths
 
-__all__ = ["Family", "ImageSize", "Preprocessing", "Recipe", "Site", "compact_widths", "put", "refuse"]
+__all__ = ["Family", "ImageSize", "Preprocessing", "Recipe", "Site", "compact_widths", "logits_of", "put", "refuse"]
 
 ImageSize: TypeAlias = "int | tuple[int, int] | None"  # height and width; None: the model's own
 Recipe: TypeAlias = dict[str, Any]  # what a model is rebuilt from, as JSON values
@@ -167,7 +167,7 @@ class Family(ABC):
 
     def outputs(self, model: nn.Module, images: Tensor) -> tuple[Tensor, ...]:
         """What two models are compared by: logits, and features where they can be had."""
-        return (model(images),)
+        return (logits_of(model(images)),)
 
     def fold_stem(self, model: nn.Module) -> nn.Module | None:
         """For inference: take the stem out of the model, as one module from images to tokens. None: leave it in."""
@@ -180,6 +180,10 @@ class Family(ABC):
     def without_decay(self, model: nn.Module) -> set[str]:
         """Names of parameters that are spared weight decay, beside biases and norms."""
         return set()
+
+    def unread(self, model: nn.Module) -> list[nn.Parameter]:
+        """Parameters that the logits do not depend on: training leaves them as they are."""
+        return []
 
     def build_dense(self, recipe: Recipe, widths: Sequence[Widths]) -> nn.Module:
         """The dense model of a recipe with blocks of these widths, where the family has such; on the meta device."""
@@ -258,6 +262,14 @@ def compact_widths(block: Block) -> Widths:
         return Widths(attn.num_heads, attn.qk_dim, attn.value_dim, neurons)
     assert attn is None or isinstance(attn, Constant)
     return Widths(None if attn is None else 0, 0, 0, neurons)
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits in what a forward returns: a tensor, or an object with one; of a bare backbone, its features."""
+    if isinstance(output, Tensor):
+        return output
+    names = ("logits", "image_embeds", "pooler_output", "last_hidden_state")
+    return cast(Tensor, next(found for name in names if (found := getattr(output, name, None)) is not None))
 
 
 def refuse(name: str, module: nn.Module, reason: str, needed: str) -> NoReturn:

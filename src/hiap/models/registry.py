@@ -15,7 +15,7 @@ from hiap.nn.compact import Widths
 __all__ = ["family_named", "family_of", "find_family", "register_family", "sites", "widths_of"]
 
 _FAMILIES: dict[str, Family] = {TIMM.name: TIMM}
-_LIBRARIES = ("torchvision",)  # with a family in a module of ours of the same name, FAMILY, that is imported on demand
+_LIBRARIES = ("torchvision", "transformers")  # each with a FAMILY in a module of ours, which is imported on demand
 
 
 def register_family(family: Family) -> None:

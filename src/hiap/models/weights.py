@@ -1,4 +1,4 @@
-"""Dense models and their weights: made by timm, read from files of many kinds, and explained where they do not fit."""
+"""Dense models and their weights: of timm or Transformers, read from files, and explained where they do not fit."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hiap.errors import ConfigError, InputError
 from hiap.models.timm import classes_in, guess_weights
+from hiap.models.transformers import PREFIX, hub_model
 
 __all__ = [
     "check_weights",
@@ -49,6 +50,8 @@ def trained_model(name: str, weights: str | None, pretrained: bool, arguments: d
     Raises:
         ConfigError: timm cannot make it, or the weights cannot be had or do not fit.
     """
+    if weights is not None and name.startswith(PREFIX):
+        raise ConfigError(f"{name} comes with weights of its own; leave out --weights {weights}")
     if weights is not None:
         state, arguments = read_weights(weights), dict(arguments)
         if name.startswith(TORCHVISION):
@@ -93,11 +96,13 @@ def teacher_model(name: str, weights: str | None, classes: int) -> tuple[nn.Modu
 
 
 def create_model(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
-    """A model of timm or torchvision; one with arguments is measured before it takes memory.
+    """A model of timm, torchvision or (with "hf:") Transformers; one with arguments is measured before it takes memory.
 
     Raises:
         ConfigError: the library does not know it or refuses the arguments, or it is larger than the memory here.
     """
+    if name.startswith(PREFIX):
+        return hub_model(name, pretrained, arguments)
     given = f" with {SHORT.repr(arguments)}" if arguments else ""
     maker = "torchvision" if name.startswith(TORCHVISION) else "timm"
     try:

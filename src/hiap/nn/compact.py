@@ -214,7 +214,8 @@ def shrink_block(block: Block, dim: int, widths: Widths) -> Block:
                 mlp.drop1,
                 mlp.drop2,
             )
-    return Block(norm1, new_attn, ls1, drop_path1, norm2, new_mlp, ls2, drop_path2).train(block.training)
+    kind = type(block) if isinstance(block, Block) else Block  # a family's own kind of block stays one
+    return kind(norm1, new_attn, ls1, drop_path1, norm2, new_mlp, ls2, drop_path2).train(block.training)
 
 
 def has_bias(branch: nn.Module | None, last: str) -> bool:

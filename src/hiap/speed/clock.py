@@ -28,13 +28,13 @@ def device_name(device: torch.device) -> str:
 
 @torch.no_grad()
 def materialise(model: Module, device: torch.device) -> Module:
-    """Give a network random weights on a device, to be timed: speed does not depend on them."""
-    real = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
+    """Give a network random weights on a device, to be timed: speed does not depend on them. Constants stay."""
+    constants = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
     model.to_empty(device=device)
     for p in model.parameters():
         p.normal_(std=0.02)
     for name, buffer in model.named_buffers():
-        buffer.copy_(real.get(name, torch.zeros_like(buffer)))  # what is left in memory may be no number
+        buffer.copy_(constants.get(name, torch.zeros_like(buffer)))  # what is left in memory may be no number
     return model
 
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hiap.errors import ExtractionError, InputError
-from hiap.models.family import Site
+from hiap.models.family import Site, logits_of
 from hiap.models.registry import family_of
 from hiap.nn.compact import Attention, Block, Widths, shrink_block
 from hiap.pruning.attach import is_gated
@@ -128,7 +128,7 @@ def optimize(
         source = source.float()
     check = check_dtype(source)
     x = probe_images(source, 2).to(next(source.parameters()).device, check)
-    expected = copy.deepcopy(source).to(check)(x)
+    expected = logits_of(copy.deepcopy(source).to(check)(x))
     sites, cases = family.sites(source), (batch, family.tokens(source), dtype)
     wanted = {site.widths: _square(site) for site in sites}
     chosen = {

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hiap.data.interface import Data, val_part
 from hiap.errors import InputError
+from hiap.models.family import logits_of
 
 __all__ = ["Interrupted", "evaluate"]
 
@@ -57,7 +58,7 @@ def evaluate(
             raise Interrupted
         x, y = x.to(device), y.to(device)
         with autocast():
-            logits = model(x)
+            logits = logits_of(model(x))
         best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == y.unsqueeze(1)
         counts += torch.stack([best[:, 0].sum(), best.sum(), best.new_tensor(len(y), dtype=torch.long)])
     top1, top5, images = reduce(counts).tolist()

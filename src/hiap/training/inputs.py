@@ -61,7 +61,7 @@ def check_inputs(context: Context, out: Path, given: Sequence[str], state: dict[
     Raises:
         RunError: naming what has changed.
     """
-    if state.get("format") != FORMAT:
+    if "stage" in state and state.get("format") != FORMAT:
         raise RunError(
             f"{out} holds a run of another version of hiap: go on with that version, or begin again with another --out"
         )

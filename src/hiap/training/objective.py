@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hiap.budget.cost import Cost
 from hiap.errors import UnsupportedModelError
+from hiap.models.family import logits_of
 from hiap.models.registry import sites
 from hiap.pruning.attach import gates_by_block
 from hiap.pruning.count import expected_counts
@@ -131,7 +132,7 @@ class Objective:
         config, teacher = self.config, self.teacher
         own, goals_of = self._watched(model) if teacher is not None and config.features_weight else ([], [])
         with self.autocast(), watch_blocks(own) as features:
-            logits = model(x).float()
+            logits = logits_of(model(x)).float()
         terms = {"task": task_loss(logits, target, config.smoothing)}
         if teacher is not None:
             with self.autocast(), watch_blocks(goals_of) as goals:
@@ -203,7 +204,7 @@ class Teacher:
         if self.size is not None and tuple(x.shape[-2:]) != self.size:
             x = F.interpolate(x, self.size, mode="bicubic", align_corners=False)
         if self.fast is None:
-            logits: Tensor = self.model(x)
+            logits: Tensor = logits_of(self.model(x))
             return logits
         with torch.autocast(x.device.type, enabled=False):
             logits = self.fast(x.to(next(self.fast.parameters()).dtype))

@@ -11,6 +11,7 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
+from hiap.models.family import logits_of
 from hiap.pruning.attach import attach
 from hiap.pruning.extract import extract
 from hiap.speed.clock import device_name
@@ -79,7 +80,7 @@ def _step(network: nn.Module, teacher: Teacher | None, x: Tensor, y: Tensor, con
 
     def run() -> None:
         with torch.autocast(x.device.type, dtype, enabled=dtype is not None):
-            loss = nn.functional.cross_entropy(network(x).float(), y)
+            loss = nn.functional.cross_entropy(logits_of(network(x)).float(), y)
             if teacher is not None:
                 teacher(x)
         torch.autograd.backward(loss)

@@ -288,6 +288,8 @@ class Setup:
         self.trained = config.trained or model is not None
         self.sites = sites(self.model)
         check_finite(self.model)
+        for parameter in family_of(dense).unread(dense):  # processes would wait for their gradients
+            parameter.requires_grad_(False)
         self.mean_std = normalisation(config, self.model)
         given = None if data is None else as_data(data, config, device, processes)
         self.data = given or load_data(config, self.model, device)

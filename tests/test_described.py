@@ -18,6 +18,8 @@ from hiap.models.registry import family_of
 from own_vit import DIM, HEADS, KINDS, NONE, PACKED, Layer, OwnViT, describe, kinds_of, make
 from runs import noise_data, pruned_twice
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def families(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

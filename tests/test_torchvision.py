@@ -20,6 +20,8 @@ from hiap.models.registry import family_of
 from hiap.models.weights import create_model, trained_model
 from runs import noise_data, pruned_twice
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"image_size": 16, "patch_size": 8, "num_layers": 3, "num_heads": 3, "hidden_dim": 24, "mlp_dim": 40}
 KINDS = {
     "plain": {},

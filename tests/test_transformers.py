@@ -29,6 +29,7 @@ from hiap.training.loop import Run
 from runs import noise_data, tiny
 
 transformers = pytest.importorskip("transformers", reason="Transformers is not installed")
+pytestmark = pytest.mark.slow
 
 SIZE, LABELS = 16, 5
 SMALL = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3, "image_size": SIZE, "patch_size": 4}

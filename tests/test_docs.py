@@ -197,7 +197,7 @@ def test_every_code_block_of_a_page_runs(page: str, scratch: dict[str, Any]) -> 
         elif language in ("sh", ""):
             for words in commands(text):
                 arguments = check_command(words)
-                if arguments:
+                if arguments and page not in GENERATED:  # examples of the help, for models of every size
                     assert run_command(arguments) == 0, words
         elif language == "yaml":
             Path("mine.yaml").write_text(text)

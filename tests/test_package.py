@@ -76,6 +76,7 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     assert re.search(rf"examples?:\n  hiap {command}", capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_cli_plans_prints_and_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--config", "digits", "--target", "40%"]) == 0
     assert "target   40% = 40.0%" in capsys.readouterr().out

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 def test_accuracy_of_the_dense_model_and_of_its_extraction() -> None:
     images, labels = read_tiles(SHEET, [0, 10, 20, 30, 40])
     dense = vit_tiny(WEIGHTS)

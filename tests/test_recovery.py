@@ -34,6 +34,7 @@ def stopped_and_resumed(
     return whole, run("stopped").go()
 
 
+@pytest.mark.slow
 class TestResumedInRecovery:
     """Stopped after the freeze, a run goes on with a network that was never gated in this process."""
 

@@ -44,6 +44,7 @@ def start(tmp_path: Path):
     return given, data
 
 
+@pytest.mark.slow
 def test_tenths_are_split_and_varied_as_asked(tmp_path: Path) -> None:
     """The last tenth is held out, or all ten are trained on; crop and flip are the configuration's."""
     for i, name in enumerate([*(f"train_{k}" for k in range(10)), "val"]):

@@ -122,6 +122,7 @@ def test_parameters_are_counted(model: TinyViT) -> None:
     assert cost.total(hiap.hard_counts(hiap.harden(gated))) == sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_a_run_prunes_it_and_can_be_resumed(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = TinyViT(classes=7)

@@ -56,8 +56,8 @@ def same(first: Path, second: Path) -> bool:
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one) and lines[0] == lines[1]
 
 
-def pruned_twice(model: nn.Module, data: ByteData, folder: Path, **given: Any) -> tuple[Result, Result]:
-    """Two runs of two epochs: one goes through, the other is stopped after the shrink and resumed."""
+def pruned_twice(model: nn.Module, data: ByteData, folder: Path, stop: int = 3, **given: Any) -> tuple[Result, Result]:
+    """Two runs, of two epochs unless said: one goes through, the other is stopped before a step of recovery."""
 
     def run(name: str, stop: int | None) -> Run:
         config = tiny(
@@ -76,7 +76,7 @@ def pruned_twice(model: nn.Module, data: ByteData, folder: Path, **given: Any) -
 
     whole = run("whole", None).go()
     with pytest.raises(KeyboardInterrupt):
-        run("stopped", 3).go()
+        run("stopped", stop).go()
     return whole, run("stopped", None).go()
 
 

@@ -15,8 +15,7 @@ from hiap.nn.compact import Block
 from hiap.pruning.saving import check_savable
 from hiap.speed.bench import bench, dense_like
 from hiap.speed.measure import measure
-from hiap.training.loop import Run
-from runs import noise_data, tiny
+from runs import noise_data, pruned_twice
 from tiny_family import Layer, TinyFamily, TinyViT
 
 CPU = torch.device("cpu")
@@ -126,24 +125,7 @@ def test_parameters_are_counted(model: TinyViT) -> None:
 def test_a_run_prunes_it_and_can_be_resumed(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = TinyViT(classes=7)
-    given = {"epochs": 4, "ema": 0.9, "distill_features": 1.0, "dense_epochs": 1, "checkpoint_every": 3}
-
-    def run(name: str, stop: int | None) -> Run:
-        run = Run(tiny(**given), tmp_path / name, (tmp_path / name).exists(), noise_data(512, 8), model=model)
-        step = run.train_step
-
-        def until(*batch: torch.Tensor) -> dict[str, torch.Tensor]:
-            if run.phase.name == "recover" and run.phase.step + 1 == stop:
-                run.signals.number = 2
-            return step(*batch)
-
-        run.train_step = until
-        return run
-
-    result = run("whole", None).go()
-    with pytest.raises(KeyboardInterrupt):
-        run("stopped", 6).go()
-    again = run("stopped", None).go()
+    result, again = pruned_twice(model, noise_data(512, 8), tmp_path, stop=6, epochs=4)
     loaded = hiap.load(tmp_path / "whole/compact")
     assert isinstance(loaded, TinyViT) and loaded.labels == 10 and loaded.usage["input_size"] == [1, 8, 8]
     assert 0 < hiap.macs(loaded) <= 0.6 * result.record["dense_macs"]

@@ -25,8 +25,7 @@ from hiap.models.family import logits_of
 from hiap.models.transformers import FAMILY, EncoderBlock
 from hiap.models.weights import trained_model
 from hiap.speed.bench import bench, dense_like
-from hiap.training.loop import Run
-from runs import noise_data, tiny
+from runs import noise_data, pruned_twice
 
 transformers = pytest.importorskip("transformers", reason="Transformers is not installed")
 pytestmark = pytest.mark.slow
@@ -208,25 +207,8 @@ def test_a_new_classifier_has_the_shape_that_the_class_gives_it(x: torch.Tensor)
 def test_a_run_prunes_it_and_can_be_resumed(case: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = getattr(transformers, CASES[case][0])(CASES[case][1](num_channels=1))
-    given = {"epochs": 2, "batch_size": 64, "ema": 0.9, "distill_features": 1.0, "dense_epochs": 1, "mean": [0.5]}
-
-    def run(name: str, stop: int | None) -> Run:
-        config = tiny(**given, std=[0.5], checkpoint_every=2)
-        run = Run(config, tmp_path / name, (tmp_path / name).exists(), noise_data(256, SIZE), model=model)
-        step = run.train_step
-
-        def until(*batch: torch.Tensor) -> dict[str, torch.Tensor]:
-            if run.phase.name == "recover" and run.phase.step + 1 == stop:
-                run.signals.number = 2
-            return step(*batch)
-
-        run.train_step = until
-        return run
-
-    result = run("whole", None).go()
-    with pytest.raises(KeyboardInterrupt):
-        run("stopped", 7).go()
-    again = run("stopped", None).go()
+    given = {"batch_size": 64, "mean": [0.5], "std": [0.5], "checkpoint_every": 2}
+    result, again = pruned_twice(model, noise_data(256, SIZE), tmp_path, stop=7, **given)
     loaded = hiap.load(tmp_path / "whole/compact")
     assert type(loaded) is type(model) and FAMILY.classes(loaded) == loaded.config.num_labels == 10
     assert loaded.usage["input_size"] == [1, SIZE, SIZE]

@@ -68,6 +68,7 @@ from methods import (
     SCRATCH,
     TIMED,
     Peer,
+    accuracy,
     counted_macs,
     from_scratch,
     gated_run,
@@ -76,7 +77,17 @@ from prune_tiny_imagenet import BASE, STARTS, assignments, configuration, tenths
 from record import CLOCK, KEY, SPEED, Record, read
 from report import table
 
-KEPT = ("top1", "top1_before", "dense_macs", "expected_macs", "undecided", "soft_top1", "hard_top1")
+KEPT = (
+    "top1",
+    "top1_before",
+    "dense_top1",
+    "error",
+    "dense_macs",
+    "expected_macs",
+    "undecided",
+    "soft_top1",
+    "hard_top1",
+)
 OF_SEARCH = {  # options that methods without a search do not read
     *("keep_blocks", "granularities", "ratio", "min_heads", "min_value_dims", "min_neurons", "gate_mode", "gate_lr"),
     *("gate_window", "freeze_at", "shrink", "start_logit", "tau_start", "tau_decay", "tau_floor", "noise_start"),
@@ -93,7 +104,8 @@ _DATA: dict[bool, ByteData] = {}
 
 def config_of(options: argparse.Namespace, method: str, lr: float, seed: int, epochs: int) -> Config:
     given: dict[str, Any] = {"target": options.target, "epochs": epochs, "lr": lr, "seed": seed, "eval_every": 1000}
-    given["distill_features"] = 0.0  # one distillation for all, and networks of Torch-Pruning are narrower
+    if not label_free(options):
+        given["distill_features"] = 0.0  # one distillation for all, and networks of Torch-Pruning are narrower
     if method in LEARNED:  # penalised gates are learned, not set
         given |= {"gate_mode": "gradient", "granularities": ["head", "ffn", "value_dim", "neuron"], "gate_lr": 2e-2}
         given |= {"freeze_at": 0.3, "align_heads": False}
@@ -104,6 +116,11 @@ def config_of(options: argparse.Namespace, method: str, lr: float, seed: int, ep
         return configuration(options.start, options.weights, given)
     own = {"model": options.model, "weights": options.weights, "data": str(options.data), "data_device": "cuda"}
     return read_config(None, {**BASE, **own, "img_size": options.img_size, **given})
+
+
+def label_free(options: argparse.Namespace) -> bool:
+    """Whether the runs learn features, and are scored by nearest neighbours."""
+    return bool(assignments(options.set).get("objective") == "features")
 
 
 def data_of(options: argparse.Namespace, config: Config, final: bool, device: torch.device) -> ByteData:
@@ -145,6 +162,11 @@ def run_method(
         else:
             peer = peer_of(options, method, config, final, data, out)
             network, record, macs, search = peer.train(), peer.record, counted_macs(peer.run.phase.network, peer), 0.0
+            run = peer.run
+        if label_free(options) and final != CLOCK:
+            scores = {"top1": network, "dense_top1": run.context.dense()}
+            record |= {name: accuracy(run.context, model) for name, model in scores.items()}
+            record["error"] = run.context.scores(network.eval(), run.phase.teacher)["error"]
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     longer = steps / (data.train_size // config.batch_size)
     return {
@@ -303,6 +325,8 @@ def check(options: argparse.Namespace) -> None:
         if method not in METHODS:
             raise ValueError(f"unknown method {method}; known: {', '.join(METHODS)}")
     if any("torch_pruning" in method for method in methods):
+        if label_free(options):
+            raise ValueError("--set objective=features does not go with Torch-Pruning, whose networks are narrower")
         if "distill_features" in assignments(options.set):
             raise ValueError("--set distill_features does not go with Torch-Pruning, whose networks are narrower")
         if find_spec("torch_pruning") is None:

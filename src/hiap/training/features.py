@@ -27,7 +27,7 @@ from hiap.models.registry import family_of
 from hiap.training.evaluate import Interrupted, alone
 from hiap.training.objective import Objective, Teacher, feature_distance, spread_of, watch_blocks
 
-__all__ = ["FeatureObjective", "Features", "feature_scores", "pooled_output"]
+__all__ = ["FeatureObjective", "Features", "feature_scores", "feature_width", "pooled_output"]
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def feature_scores(
         ]
         added = torch.cat([torch.stack(parts), goal.sum(0)])
         sums = added if not len(sums) else sums + added
-    sums = reduce(sums if len(sums) else torch.zeros(5 + _width(model), dtype=wide, device=device))
+    sums = reduce(sums if len(sums) else torch.zeros(5 + feature_width(model), dtype=wide, device=device))
     error, cosine, squares, rows, images = sums[:5].tolist()
     if not images:
         raise InputError("there is no image to validate on")
@@ -174,7 +174,8 @@ def feature_scores(
     return {"error": 100 * error / max(variance, 1e-12 * squares), "cosine": cosine / rows, "images": images}
 
 
-def _width(model: nn.Module) -> int:
+@torch.no_grad()
+def feature_width(model: nn.Module) -> int:
     """How many numbers the pooled output of a model has."""
     shape, like = family_of(model).input_shape(model), next(model.parameters())
     with pooled_output(model) as pooled:

@@ -223,7 +223,8 @@ def dense_model(config: Config) -> nn.Module:
     Raises:
         ConfigError: timm cannot make it, or the weights cannot be had or do not fit.
     """
-    return trained_model(config.model, config.weights, config.pretrained, model_arguments(config))
+    features = not config.labelled
+    return trained_model(config.model, config.weights, config.pretrained, model_arguments(config), features)
 
 
 def model_arguments(config: Config) -> dict[str, Any]:

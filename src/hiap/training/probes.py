@@ -6,7 +6,7 @@ or without, are scored alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,9 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hiap.data.images import Batch
+from hiap.errors import InputError
+from hiap.models.family import logits_of
 from hiap.training.features import pooled_output
 
-__all__ = ["embed_images", "knn_top1", "linear_probe", "zero_shot_top1"]
+__all__ = ["NEIGHBOURS", "TEMPERATURE", "class_texts", "embed_images", "knn_top1", "linear_probe", "zero_shot_top1"]
 
 NEIGHBOURS, TEMPERATURE = 20, 0.07  # of the protocol of DINO
 STRENGTHS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)  # of the weight decay that a linear probe chooses from
@@ -61,7 +63,7 @@ def knn_top1(
     """
     keys, labels = F.normalize(bank[0], dim=1), bank[1]
     classes, right = int(torch.cat([labels, queries[1]]).max()) + 1, 0
-    for features, wanted in zip(queries[0].split(chunk), queries[1].split(chunk), strict=True):
+    for features, wanted in zip(torch.split(queries[0], chunk), torch.split(queries[1], chunk), strict=True):
         near = (F.normalize(features, dim=1) @ keys.T).topk(min(neighbours, len(keys)), dim=1)
         votes = features.new_zeros(len(features), classes)
         votes.scatter_add_(1, labels[near.indices], ((near.values - 1) / temperature).exp())
@@ -103,13 +105,48 @@ def _fit(x: Tensor, y: Tensor, classes: int, strength: float) -> nn.Linear:
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
-    optimizer.step(closure)  # type: ignore[arg-type]
+    optimizer.step(closure)  # type: ignore[no-untyped-call]
     return layer
 
 
 @torch.no_grad()
 def _top1(layer: nn.Linear, x: Tensor, y: Tensor) -> float:
     return 100 * float((layer(x).argmax(1) == y).float().mean())
+
+
+@torch.no_grad()
+def class_texts(folder: str, names: Sequence[str], template: str, device: torch.device) -> Tensor:
+    """An embedding of each class from its name, by the text tower of a model of Transformers. (classes, D)
+
+    Args:
+        folder: of a whole CLIPModel, SiglipModel or the like with its tokenizer, or a name on the hub.
+        names: of the classes; underscores stand for spaces.
+        template: a sentence in which {} stands for the name.
+
+    Raises:
+        InputError: the folder holds no such model or no tokenizer, or the template has no {}.
+    """
+    if "{}" not in template:
+        raise InputError(f"--prompt must have {{}} where the name of a class goes; found {template!r}")
+    try:
+        import transformers
+    except ImportError as error:
+        raise InputError('texts need the package transformers: pip install "hiap[transformers]"') from error
+    try:
+        model = transformers.AutoModel.from_pretrained(folder, trust_remote_code=False).to(device).eval()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        length = model.config.text_config.max_position_embeddings
+        texts = [template.format(name.replace("_", " ")) for name in names]
+        given = tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
+        used = {name: given[name].to(device) for name in ("input_ids", "attention_mask") if name in given}
+        found = model.get_text_features(**used)
+    except Exception as error:  # whatever a library makes of another folder
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise InputError(
+            f"{folder} gives no texts ({lines[0][:200]}): pass the folder of a whole CLIP or SigLIP model with its "
+            "tokenizer"
+        ) from error
+    return logits_of(found).float()
 
 
 def zero_shot_top1(texts: Tensor, images: tuple[Tensor, Tensor]) -> float:

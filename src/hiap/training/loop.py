@@ -275,8 +275,7 @@ class Run:
         key = self.config.metric.key
         if key not in line and (line["epoch"] % self.config.eval_every == 0 or phase.step >= phase.course_end):
             try:
-                scores = self._scores()
-                line |= {name: value for name, value in scores.items() if name in (key, "cosine")}
+                line[key] = self._score()
             except Interrupted:
                 return False
         phase.keep(line)
@@ -293,14 +292,15 @@ class Run:
             self.context.accelerator.log(numbers, step=self._global_step())
         return True
 
-    def _scores(self) -> dict[str, float]:
-        """Scores of the network as the pending epoch has left it.
+    def _score(self) -> float:
+        """Top-1 or feature error of the network as the pending epoch has left it.
 
         Raises:
             Interrupted: a signal came. Several processes do not stop here: they could not agree where.
         """
         alone = self.context.world == 1
-        return self.phase.scores(stop=lambda: alone and self.signals.number is not None)
+        scores = self.phase.scores(stop=lambda: alone and self.signals.number is not None)
+        return scores[self.config.metric.key]
 
     # -- state ----------------------------------------------------------------------------------------------------
 

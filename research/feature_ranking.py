@@ -1,10 +1,13 @@
 """Which ranking of units keeps the features of a dense model best, before any training? ViT-Ti, without labels.
 
     python research/feature_ranking.py --data DIR --weights vit_tiny_tin128.safetensors [--target 70%] [--json FILE]
+    python research/feature_ranking.py --data DIR --weights FILE --search --target 60% --seeds 0,1
 
 DIR is made by `tiny_imagenet.py`. Heads are aligned, units of all five kinds are ranked once on 416 training images,
 and the network is cut to the target. The feature error is measured on 200 validation images, one of each class. A few
 minutes on one CPU core.
+
+`--search` compares two rankings inside a run instead: 43 steps of 32 images, of which 26 search.
 """
 
 import argparse
@@ -18,7 +21,10 @@ from torch import Tensor, nn
 
 import hiap
 from hiap.data.sources import Augmentation, ByteData
-from hiap.training.phases import align
+from hiap.training.config import Config
+from hiap.training.loop import Run
+from hiap.training.phase import Phase
+from hiap.training.phases import Search, align
 from methods import BATCHES, FIVE, Peer, controller_of, random_topology
 from prune_tiny_imagenet import configuration
 from tiny_imagenet import CLASSES, read_tiles
@@ -26,13 +32,13 @@ from tiny_imagenet import CLASSES, read_tiles
 BATCH = 16
 
 
-def images(folder: Path, size: int, normalisation: tuple[list[float], list[float]]) -> ByteData:
-    """Five training images and one validation image of each class, the training images in random order."""
-    x, y = read_tiles(folder / "train_0.jpg", range(5))
-    mixed = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
-    names = [str(i) for i in range(CLASSES)]
-    plain, val = Augmentation(1.0, 0.5, None, 0.0), read_tiles(folder / "val.jpg", range(1))
-    return ByteData((x[mixed], y[mixed]), val, (size, size), normalisation, plain, torch.device("cpu"), 0, names)
+def images(folder: Path, config: Config, count: int) -> ByteData:
+    """So many training images and one validation image of each class."""
+    assert config.img_size and config.mean and config.std
+    train, val = read_tiles(folder / "train_0.jpg", range(count)), read_tiles(folder / "val.jpg", range(1))
+    size, normalisation = (config.img_size, config.img_size), (config.mean, config.std)
+    varied, names = Augmentation(config.crop, config.flip, None, 0.0), [str(i) for i in range(CLASSES)]
+    return ByteData(train, val, size, normalisation, varied, torch.device("cpu"), config.seed, names)
 
 
 def ranked(peer: Peer, loss: Callable[[nn.Module, Tensor, Tensor], Tensor], noisy: bool) -> nn.Module:
@@ -64,17 +70,40 @@ def rankings(peer: Peer) -> dict[str, Callable[[], nn.Module]]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder made by tiny_imagenet.py")
-    parser.add_argument("--weights", required=True, help="weights of ViT-Ti (safetensors)")
-    parser.add_argument("--target", default="70%", help="share of the MACs")
-    parser.add_argument("--json", type=Path, help="write the result here")
-    options = parser.parse_args()
+class LossRanked(Search):
+    """A search that ranks units by the squared gradient of the feature loss itself, under its noisy gates."""
+
+    def terms(self, model: nn.Module, x: Tensor, target: Tensor, share: float = 1.0) -> dict[str, Tensor]:
+        assert self.controller is not None
+        self.controller.listen(True)
+        return Phase.terms(self, model, x, target, share)
+
+
+def searched(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """The feature error after a short run, by how its search ranks units."""
+    result = {}
+    given = {"objective": "features", "target": options.target, "batch_size": 32, "precision": "fp32", "epochs": 1}
+    given |= {"lr": 2e-4, "freeze_at": 0.6, "warmup_epochs": 0.1, "crop": 0.5}
+    for seed in map(int, options.seeds.split(",")):
+        for name, kind in (("features with random signs", Search), ("feature loss, noisy gates", LossRanked)):
+            config = configuration("vit_tiny", options.weights, {**given, "seed": seed})
+            with tempfile.TemporaryDirectory() as folder:
+                data = images(options.data, config, 7)
+                record = Run(config, Path(folder, "run"), data=data, first=kind).go().record
+            key = f"{name}, seed {seed}"
+            result[key] = {part: record[part] for part in ("hard_error", "error", "cosine")}
+            print(
+                f"{key:40} error at the freeze {record['hard_error']:.1f} %, at the end {record['error']:.1f} %",
+                flush=True,
+            )
+    return result
+
+
+def ranked_once(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """The feature error of networks that are cut at once and not trained, by how units are ranked."""
     given = {"objective": "features", "target": options.target, "batch_size": BATCH, "precision": "fp32", "epochs": 1}
-    config = configuration("vit_tiny", options.weights, given)
-    assert config.img_size and config.mean and config.std
-    data, result = images(options.data, config.img_size, (config.mean, config.std)), {}
+    config = configuration("vit_tiny", options.weights, {**given, "crop": 1.0})
+    data, result = images(options.data, config, 5), {}
     with tempfile.TemporaryDirectory() as folder:
         peer = Peer(config, Path(folder, "run"), data, lambda peer: peer.dense)
         align(peer.context, peer.dense)
@@ -83,6 +112,19 @@ def main() -> None:
             scores = peer.context.scores(make().eval(), peer.objective.teacher)
             result[name] = {key: scores[key] for key in ("error", "cosine")}
             print(f"{name:32} feature error {scores['error']:6.1f} %  cosine {scores['cosine']:.3f}", flush=True)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder made by tiny_imagenet.py")
+    parser.add_argument("--weights", required=True, help="weights of ViT-Ti (safetensors)")
+    parser.add_argument("--target", default="70%", help="share of the MACs")
+    parser.add_argument("--search", action="store_true", help="rank inside a short run")
+    parser.add_argument("--seeds", default="0", help="of the short runs")
+    parser.add_argument("--json", type=Path, help="write the result here")
+    options = parser.parse_args()
+    result = searched(options) if options.search else ranked_once(options)
     if options.json:
         options.json.write_text(json.dumps({"target": options.target, **result}) + "\n")
 

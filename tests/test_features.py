@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import runpy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -236,10 +237,10 @@ def test_loaders_may_give_images_alone(tmp_path: Path) -> None:
 # -- data and options -------------------------------------------------------------------------------------------------
 
 
-def pictures(folder: Path, count: int) -> None:
+def pictures(folder: Path, count: int, colour: tuple[int, int, int] = (0, 0, 0)) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(count):
-        Image.new("RGB", (8, 8), (i, 2 * i, 3 * i)).save(folder / f"{i}.png")
+        Image.new("RGB", (8, 8), tuple(part + i for part in colour)).save(folder / f"{i}.png")
 
 
 def test_any_folder_of_images_will_do(tmp_path: Path) -> None:
@@ -274,6 +275,31 @@ def test_the_command_line_prunes_from_a_flat_folder_and_says_what_was_learned(
     assert record["objective"] == "features" and {"error", "cosine", "soft_error", "hard_error"} <= record.keys()
     assert main(["info", str(tmp_path / "run")]) == 0
     assert "classes     none: a backbone with 16 features" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_segmentation_head_is_trained_on_frozen_features_of_both_backbones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The example, on photos of two classes of plain colours: a linear layer tells them apart."""
+    torch.manual_seed(0)
+    photos = tmp_path / "photos"
+    for part in ("train", "val"):
+        for name, colour in (("red", (200, 30, 30)), ("blue", (20, 60, 180))):
+            pictures(photos / part / name, 8, colour)
+    shape = {**SHAPE, "img_size": 32, "patch_size": 8, "in_chans": 3, "num_classes": 0}
+    torch.save(timm.create_model("vit_tiny_patch16_224", **shape).state_dict(), tmp_path / "dense.pth")
+    given = {**FREE, "data": str(photos), "weights": str(tmp_path / "dense.pth"), "model_args": shape, "workers": 0}
+    hiap.prune(hiap.read_config(None, {**given, "epochs": 1, "batch_size": 8}), tmp_path / "run")
+    capsys.readouterr()
+    script = Path(__file__).parents[1] / "examples/segmentation.py"
+    monkeypatch.setattr("sys.argv", [str(script), str(tmp_path / "run"), "--data", str(photos), "--steps", "60"])
+    runpy.run_path(str(script), run_name="__main__")
+    said = re.findall(
+        r"^(\w+) +(\d+\.\d) M MACs  mean IoU (\d+\.\d\d) %  patches right (\d+\.\d\d) %$", capsys.readouterr().out, re.M
+    )
+    assert [row[0] for row in said] == ["dense", "compact"] and float(said[1][1]) < float(said[0][1])
+    assert all(float(row[3]) > 75 for row in said)  # half would be chance
 
 
 @pytest.mark.parametrize(

@@ -89,10 +89,11 @@ def test_the_loss_is_the_distance_from_the_tokens_and_the_pooled_output_of_the_d
     assert float(same["tokens"]) == float(same["pooled"]) == 0.0
 
 
-def test_a_term_without_weight_is_not_computed() -> None:
-    dense, x = vit(), images()
-    assert list(objective(dense, tokens_weight=0.0).terms(dense, x, x)) == ["pooled"]
-    assert list(objective(dense, pooled_weight=0.0).terms(dense, x, x)) == ["tokens"]
+def test_weights_say_how_much_tokens_and_pooled_output_count() -> None:
+    goal = objective(vit(), tokens_weight=0.5, pooled_weight=3.0)
+    terms = {"tokens": torch.tensor(2.0), "pooled": torch.tensor(7.0)}
+    assert float(goal.weighted(terms)) == 0.5 * 2 + 3 * 7
+    assert float(objective(vit(), pooled_weight=0.0).weighted(terms)) == 2.0
 
 
 def test_the_squared_gradient_of_the_probe_estimates_how_much_the_loss_grows_without_a_unit() -> None:

@@ -99,7 +99,10 @@ class FeatureObjective(Objective):
         return {"tokens": self.config.tokens_weight, "pooled": self.config.pooled_weight}
 
     def _compared(self, model: nn.Module, x: Tensor) -> dict[str, tuple[Tensor, list[tuple[Tensor, Tensor]]]]:
-        """For each term with a weight: the distance, and the outputs with the spread of the dense model's."""
+        """For each term: the distance, and the outputs with the spread of the dense model's.
+
+        A term without weight is kept: processes wait for gradients of all that a forward went through.
+        """
         teacher = self.teacher
         assert teacher is not None
         network = self.unwrap(model)
@@ -109,9 +112,8 @@ class FeatureObjective(Objective):
             goal = self._features(teacher.network, goal_blocks, lambda: teacher(x))
         goals, found = goal.by_term(), {}
         for name, outputs in own.by_term().items():
-            if self.weights[name]:
-                pairs = list(zip(outputs, map(spread_of, goals[name]), strict=True))
-                found[name] = feature_distance(outputs, goals[name]), pairs
+            pairs = list(zip(outputs, map(spread_of, goals[name]), strict=True))
+            found[name] = feature_distance(outputs, goals[name]), pairs
         return found
 
     def _features(self, network: nn.Module, blocks: Sequence[nn.Module], forward: Callable[[], Any]) -> Features:

@@ -7,7 +7,8 @@ DIR is made by `tiny_imagenet.py`. Heads are aligned, units of all five kinds ar
 and the network is cut to the target. The feature error is measured on 200 validation images, one of each class. A few
 minutes on one CPU core.
 
-`--search` compares two rankings inside a run instead: 43 steps of 32 images, of which 26 search.
+`--search` compares two rankings inside a run instead: by default 43 steps of 32 images, of which 26 search. `--images`,
+`--batch-size`, `--epochs`, `--lr` and `--freeze-at` make it longer.
 """
 
 import argparse
@@ -30,15 +31,17 @@ from prune_tiny_imagenet import configuration
 from tiny_imagenet import CLASSES, read_tiles
 
 BATCH = 16
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def images(folder: Path, config: Config, count: int) -> ByteData:
-    """So many training images and one validation image of each class."""
+    """So many training images of each class, at most 50, and a tenth as many validation images, at least one."""
     assert config.img_size and config.mean and config.std
-    train, val = read_tiles(folder / "train_0.jpg", range(count)), read_tiles(folder / "val.jpg", range(1))
+    train = read_tiles(folder / "train_0.jpg", range(count))
+    val = read_tiles(folder / "val.jpg", range(max(1, count // 10)))
     size, normalisation = (config.img_size, config.img_size), (config.mean, config.std)
     varied, names = Augmentation(config.crop, config.flip, None, 0.0), [str(i) for i in range(CLASSES)]
-    return ByteData(train, val, size, normalisation, varied, torch.device("cpu"), config.seed, names)
+    return ByteData(train, val, size, normalisation, varied, DEVICE, config.seed, names)
 
 
 def ranked(peer: Peer, loss: Callable[[nn.Module, Tensor, Tensor], Tensor], noisy: bool) -> nn.Module:
@@ -80,20 +83,21 @@ class LossRanked(Search):
 
 
 def searched(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """The feature error after a short run, by how its search ranks units."""
+    """The feature error after a run, by how its search ranks units."""
     result = {}
-    given = {"objective": "features", "target": options.target, "batch_size": 32, "precision": "fp32", "epochs": 1}
-    given |= {"lr": 2e-4, "freeze_at": 0.6, "warmup_epochs": 0.1, "crop": 0.5}
+    given = {"objective": "features", "target": options.target, "batch_size": options.batch_size, "crop": 0.5}
+    given |= {"epochs": options.epochs, "lr": options.lr, "freeze_at": options.freeze_at, "eval_every": 1000}
+    given |= {"warmup_epochs": 0.1 * options.epochs, "precision": "bf16" if DEVICE.type == "cuda" else "fp32"}
     for seed in map(int, options.seeds.split(",")):
         for name, kind in (("features with random signs", Search), ("feature loss, noisy gates", LossRanked)):
             config = configuration("vit_tiny", options.weights, {**given, "seed": seed})
             with tempfile.TemporaryDirectory() as folder:
-                data = images(options.data, config, 7)
+                data = images(options.data, config, options.images)
                 record = Run(config, Path(folder, "run"), data=data, first=kind).go().record
             key = f"{name}, seed {seed}"
-            result[key] = {part: record[part] for part in ("hard_error", "error", "cosine")}
+            found = result[key] = {part: record[part] for part in ("hard_error", "error", "cosine")}
             print(
-                f"{key:40} error at the freeze {record['hard_error']:.1f} %, at the end {record['error']:.1f} %",
+                f"{key:36} error at the freeze {found['hard_error']:.1f} %, in the end {found['error']:.1f} %",
                 flush=True,
             )
     return result
@@ -121,7 +125,12 @@ def main() -> None:
     parser.add_argument("--weights", required=True, help="weights of ViT-Ti (safetensors)")
     parser.add_argument("--target", default="70%", help="share of the MACs")
     parser.add_argument("--search", action="store_true", help="rank inside a short run")
-    parser.add_argument("--seeds", default="0", help="of the short runs")
+    parser.add_argument("--seeds", default="0", help="of these runs")
+    parser.add_argument("--images", type=int, default=7, help="training images of a class, at most 50")
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--freeze-at", type=float, default=0.6, help="share of the run that searches")
     parser.add_argument("--json", type=Path, help="write the result here")
     options = parser.parse_args()
     result = searched(options) if options.search else ranked_once(options)

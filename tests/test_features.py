@@ -126,6 +126,7 @@ def test_the_squared_gradient_of_the_probe_estimates_how_much_the_loss_grows_wit
         assert float(estimated[unit]) == pytest.approx(float(grown) / step**2, rel=0.15)
 
 
+@torch.no_grad()
 def test_scores_are_the_error_and_the_cosine_of_the_pooled_output() -> None:
     dense, other = vit().float(), vit().float()
     randomise(other, seed=2)
@@ -306,7 +307,7 @@ def test_a_segmentation_head_is_trained_on_frozen_features_of_both_backbones(
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"teacher": "resnet18"}, "teacher must be 'self' with objective features"),
+        ({"teacher": "resnet18"}, "the features are those of the dense model; found 'resnet18'"),
         ({"dense_epochs": 2}, "dense_epochs must be 0 with objective features: there are no labels"),
         ({"mixup": 0.2}, "mixup must be 0 with objective features"),
         ({"smoothing": 0.1}, "smoothing must be 0 with objective features"),
@@ -318,8 +319,9 @@ def test_a_segmentation_head_is_trained_on_frozen_features_of_both_backbones(
     ],
 )
 def test_options_that_need_labels_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(words)):
+    with pytest.raises(ConfigError, match=re.escape(words)) as refused:
         read_config(None, {**FREE, **options})
+    assert str(refused.value).count("\n") == 1  # nothing else is wrong
 
 
 @pytest.mark.slow

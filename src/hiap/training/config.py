@@ -159,7 +159,7 @@ class Config(Options):
             ("pooled_weight", "above 0 where tokens_weight is 0", max(weights) > 0),
             ("teacher", f"'self' {alone}: the features are those of the dense model", self.teacher == "self"),
             ("dense_epochs", f"0 {alone}: there are no labels to train the dense model with", not self.dense_epochs),
-            ("model_args", f"without patch_drop_rate {alone}: all tokens are compared", self._comparable),
+            ("model_args", f"without patch_drop_rate {alone}: all tokens are compared", self._every_patch),
             ("distill_features", f"left out {alone}: set tokens_weight", self.distill_features is None),
             *((name, f"0 {alone}", getattr(self, name) == 0) for name in ("mixup", "cutmix", "smoothing")),
         ]
@@ -184,7 +184,12 @@ class Config(Options):
     @property
     def _comparable(self) -> bool:
         """Whether the teacher has the features of the model, token by token."""
-        return self.teacher == "self" and not self.model_args.get("patch_drop_rate")
+        return self.teacher == "self" and self._every_patch
+
+    @property
+    def _every_patch(self) -> bool:
+        """Whether the model sees all patches in training."""
+        return not self.model_args.get("patch_drop_rate")
 
     @property
     def taught(self) -> bool:

@@ -353,9 +353,10 @@ class Setup:
                 stacklevel=2,
             )
         if not self.trained and not self.dense_epochs and config.teacher == "self" and config.taught:
+            other = ", --dense-epochs N to train it first, or --teacher none" if config.labelled else ""
             warnings.warn(
                 "the dense model has random weights and is its own teacher, so it teaches nothing: pass --weights "
-                "FILE, --dense-epochs N to train it first, or --teacher none",
+                f"FILE{other}",
                 stacklevel=2,
             )
 

@@ -12,8 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import hiap
+from conftest import write_photos, write_shards
 from hiap.cli.main import main
-from hiap.data.sources import digits
+from hiap.data.images import Loading
+from hiap.data.sources import Augmentation, digits, open_data
 from hiap.errors import InputError
 from hiap.training.probes import class_texts, embed_images, knn_top1, linear_probe, zero_shot_top1
 from runs import noise_data
@@ -77,6 +79,27 @@ def test_features_are_what_the_classifier_reads(classes: int) -> None:
     with torch.no_grad():
         expected = model.forward_head(model.forward_features(x), pre_logits=True)
     assert torch.allclose(found, expected, atol=1e-5) and torch.equal(labels, data._train[1])
+
+
+@pytest.mark.parametrize("kind", ["folder", "held in memory", "stream"])
+def test_the_bank_is_every_training_image_once_prepared_as_for_validation(kind: str, tmp_path: Path) -> None:
+    loading = Loading((16, 16), ((0.5,) * 3, (0.5,) * 3), Augmentation(), torch.device("cpu"), workers=0)
+    if kind == "stream":
+        pytest.importorskip("webdataset", reason="webdataset is not installed")
+        data = open_data(
+            write_shards(tmp_path, {"train": [6, 6], "validation": [2]}, classes=100), loading, classes=100
+        )
+    else:
+        data = open_data(write_photos(tmp_path / "photos"), loading, hold=kind != "folder")
+    once, again = ([torch.cat(parts) for parts in zip(*data.bank(batch), strict=True)] for batch in (5, 7))
+    expected = list(range(12)) if kind == "stream" else [0] * 12 + [1] * 12
+    assert once[1].tolist() == expected and once[0].shape == (len(expected), 3, 16, 16)
+    assert torch.equal(once[0], again[0])  # no chance in it
+    if kind != "stream":  # the same photos as validation images
+        (tmp_path / "photos/val").rename(tmp_path / "photos/old")
+        (tmp_path / "photos/val").symlink_to("train")
+        swapped = open_data(str(tmp_path / "photos"), loading, hold=kind != "folder")
+        assert torch.equal(torch.cat([x for x, _ in swapped.val(6)]), once[0])
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
@@ -31,6 +33,7 @@ from hiap.pruning.attach import is_gated
 from hiap.pruning.extract import TOLERANCE, check_dtype, difference, probe_images, rebuild
 from hiap.pruning.topology import Topology
 from hiap.speed.clock import materialise, timings
+from hiap.speed.fused import available, fuse
 
 __all__ = ["Optimized", "compiled", "optimize"]
 
@@ -92,8 +95,8 @@ class Optimized(nn.Module):
         if self.whole:
             return cast(Tensor, self.model(x))
         x = self.family.embed(self.model, x) if self.stem is None else self.stem(x)
-        for block in self.blocks:
-            x = block(x)
+        for step in self.blocks:
+            x = step(x)
         return self.family.head(self.model, x)
 
 
@@ -104,6 +107,8 @@ def optimize(
     batch: int = 64,
     pad: bool | None = None,
     last_block: bool = True,
+    kernels: bool = False,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Optimized:
     """A copy of a dense or compact model that is faster at inference and computes the same logits.
 
@@ -113,24 +118,33 @@ def optimize(
         pad: whether heads whose q/k and value widths differ get the greater of both, with zeros, as some attention
             kernels want. By default either form is timed on the model's device, and the faster is kept.
         last_block: whether the last block computes only what the classifier reads.
+        kernels: whether blocks run on fused Triton kernels where those are faster: in half precision, on a CUDA device.
+            Each is checked against plain PyTorch. Finding the fastest takes up to a minute the first time.
+        say: is told of progress.
 
     Raises:
         UnsupportedModelError: the model is of another family.
+        InputError: the kernels are asked for where they do not run.
         ExtractionError: the logits differ (relative to the largest, in float64 where the device has it).
     """
     family = family_of(model)
     family.sites(model)
     if is_gated(model):
         raise InputError("the model has gates: extract it first")
-    dtype = dtype or next(model.parameters()).dtype
+    dtype, device = dtype or next(model.parameters()).dtype, next(model.parameters()).device
+    if kernels and not (available(device, dtype) and family.comes_apart):
+        raise InputError(
+            f"fused kernels need Triton, a CUDA device, half precision and a model that comes apart; found {device}, "
+            f"{dtype}, {type(model).__name__}: leave `kernels` out, and plain PyTorch runs"
+        )
     source = copy.deepcopy(model).eval()
     if next(source.parameters()).dtype.itemsize < 4:
         source = source.float()
     check = check_dtype(source)
-    x = probe_images(source, 2).to(next(source.parameters()).device, check)
+    x = probe_images(source, 2).to(device, check)
     expected = logits_of(copy.deepcopy(source).to(check)(x))
     sites, cases = family.sites(source), (batch, family.tokens(source), dtype)
-    wanted = {site.widths: _square(site) for site in sites}
+    wanted = {site.widths: site.widths if kernels and pad is None else _square(site) for site in sites}
     chosen = {
         w: wide if w != wide and (_gains(sites, w, wide, *cases) if pad is None else pad) else w
         for w, wide in wanted.items()
@@ -140,7 +154,34 @@ def optimize(
     measured = difference([expected], [copy.deepcopy(fast).to(check)(x)])
     if not measured <= TOLERANCE[check]:
         raise ExtractionError(f"the optimised network does not reproduce its model: they differ by {measured:.3g}")
-    return fast.to(dtype)
+    if not kernels:
+        return fast.to(dtype)
+    return _on_kernels(fast, dtype, batch, family.tokens(model), x, expected, say)
+
+
+def _on_kernels(
+    fast: Optimized,
+    dtype: torch.dtype,
+    batch: int,
+    tokens: int,
+    images: Tensor,
+    expected: Tensor,
+    say: Callable[[str], None],
+) -> Optimized:
+    """The network on fused kernels; as it is, with a warning, where they compute something else."""
+    plain = copy.deepcopy(fast).to(dtype)
+    blocks = [block.block if isinstance(block, LastBlock) else block for block in fast.blocks]
+    last = fast.blocks[-1].tokens if len(fast.blocks) and isinstance(fast.blocks[-1], LastBlock) else None
+    fast.blocks = nn.ModuleList()
+    fast.to(dtype).blocks = nn.ModuleList(fuse(cast(list[Block], blocks), dtype, batch, tokens, last, say))
+    own, theirs = (difference([expected], [net(images.to(dtype)).to(expected)]) for net in (fast, plain))
+    if own <= 2 * theirs + torch.finfo(dtype).eps:
+        return fast
+    warnings.warn(
+        f"the fused kernels are off by {own:.2g} where plain PyTorch in {dtype} is off by {theirs:.2g}: not used",
+        stacklevel=3,
+    )
+    return plain
 
 
 def _square(site: Site) -> Widths:

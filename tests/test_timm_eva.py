@@ -11,6 +11,7 @@ import timm
 import torch
 from timm.layers import apply_rot_embed_cat
 from timm.models.eva import Eva
+from timm.models.vitamin import GeGluMlp
 from torch import nn
 
 import any_family
@@ -33,7 +34,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "rope_mixed": ("vit_small_patch16_rope_mixed_ape_224", {}),  # a table for each head
     "rope_gap": ("vit_medium_patch16_rope_reg1_gap_256", {"drop_path_rate": 0.2, "proj_drop_rate": 0.1}),
     "sapiens2": ("vit_base_patch16_sapiens2", {"num_kv_heads": 4}),  # norms of queries and keys
-    "plain_glu": ("vit_giant_patch14_dinov2", {}),  # a VisionTransformer
+    # and VisionTransformers
+    "plain_glu": ("vit_giant_patch14_dinov2", {}),
+    "geglu": ("vit_tiny_patch16_224", {"mlp_layer": GeGluMlp, "act_layer": nn.GELU}),  # ViTamin's MLP
+    "hybrid": ("vit_tiny_r_s16_p8_224", {"img_size": 64, "patch_size": 4}),
 }
 QUICK = ("dinov3", "dinov3_swiglu", "rope_mixed")
 
@@ -58,8 +62,9 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def x() -> torch.Tensor:
-    return torch.randn(3, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+def x(request: pytest.FixtureRequest) -> torch.Tensor:
+    size = 64 if "hybrid" in request.node.name else 16
+    return torch.randn(3, 3, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
 def test_open_gates_change_nothing_and_come_out_again(kind: str, x: torch.Tensor) -> None:
@@ -73,7 +78,10 @@ def test_extraction_and_the_count_of_macs_are_exact(kind: str, x: torch.Tensor) 
 def test_a_saved_model_comes_back(kind: str, x: torch.Tensor, tmp_path: Path) -> None:
     loaded = any_family.a_folder_holds_it(make(kind), x, tmp_path / "compact", kind != "sapiens2")
     saved = json.loads((tmp_path / "compact/config.json").read_text())
-    assert saved["family"] == ("timm" if kind == "plain_glu" else "timm_eva") and loaded.num_classes == 7
+    assert (
+        saved["family"] == ("timm" if kind in ("plain_glu", "geglu", "hybrid") else "timm_eva")
+        and loaded.num_classes == 7
+    )
 
 
 def test_aligned_heads_compute_the_same(kind: str, x: torch.Tensor) -> None:

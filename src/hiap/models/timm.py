@@ -19,12 +19,13 @@ import torch
 from timm.data import resolve_data_config
 from timm.models._features import FeatureGetterNet
 from timm.models.vision_transformer import Block, VisionTransformer
+from timm.models.vitamin import GeGluMlp
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hiap.errors import CheckpointError, InputError
 from hiap.models.family import Family, ImageSize, Preprocessing, Recipe, Site, compact_widths, refuse
-from hiap.models.linears import without_values
+from hiap.models.linears import joined, parted, without_values
 from hiap.models.timm_recipe import NORMS, USAGE, build_vit, describe_vit, mlp_ratio_of
 from hiap.nn import compact
 from hiap.nn.compact import Widths
@@ -67,7 +68,14 @@ class TimmFamily(Family):
     def _site(self, name: str, block: Any, dim: int) -> Site:
         widths = compact_widths(block) if isinstance(block, compact.Block) else _widths(name, block)
         qk_norm = bool(widths.heads) and not isinstance(block.attn.q_norm, nn.Identity)
-        return Site(self, name, block, dim, widths, qk_norm, glu=compact.is_glu(block))
+        glu = compact.is_glu(block) or isinstance(block.mlp, GeGluMlp)
+        return Site(self, name, block, dim, widths, qk_norm, glu=glu)
+
+    def to_block(self, block: ViT) -> compact.Block:
+        return _converted(block) if isinstance(block.mlp, GeGluMlp) else cast(compact.Block, block)
+
+    def from_block(self, block: compact.Block) -> nn.Module:
+        return _restored(block) if "shell" in vars(block) else block
 
     def refuse_class(self, model: nn.Module) -> NoReturn:
         """Say why a model is not of this family."""
@@ -98,7 +106,8 @@ class TimmFamily(Family):
 
     def fixed_macs(self, model: ViT, size: ImageSize = None) -> int:
         n = self.tokens(model, size)
-        macs = (n - model.num_prefix_tokens) * model.patch_embed.proj.weight.numel()
+        proj = model.patch_embed.proj
+        macs = 0 if isinstance(proj, nn.Identity) else (n - model.num_prefix_tokens) * proj.weight.numel()
         macs += _backbone_macs(model.patch_embed, self.input_shape(model, size))
         pooled = 1
         if model.attn_pool is not None:
@@ -186,13 +195,14 @@ class TimmFamily(Family):
         first = widths[0]
         plain = Widths(first.heads, first.qk_dim, first.qk_dim, first.neurons)
         if plain.heads and plain.neurons and all(one == plain for one in widths):
-            hidden = plain.neurons * (2 if "mlp_layer" in recipe["arguments"] else 1)
+            packed = recipe["arguments"].get("mlp_layer", "geglu") != "geglu"
+            hidden = plain.neurons * (2 if packed else 1)
             ratio = mlp_ratio_of(hidden, recipe["arguments"]["embed_dim"])
             recipe = {**recipe, "arguments": {**recipe["arguments"], "num_heads": plain.heads, "mlp_ratio": ratio}}
         return self.build(recipe)
 
     def describe(self, model: ViT, origin: Recipe | None = None) -> Recipe:
-        return describe_vit(model, self.input_shape(model)[1:], origin)
+        return describe_vit(model, self.input_shape(model), origin)
 
     def build(self, recipe: Recipe) -> nn.Module:
         return cast(nn.Module, build_vit(recipe))
@@ -248,19 +258,54 @@ def _widths(name: str, block: ViT) -> Widths:
     attn, mlp = block.attn, block.mlp
     if type(attn) is not layers.Attention:
         refuse(f"{name}.attn", attn, "it is not timm's standard attention", "rules to cut this attention")
-    if type(mlp) not in (layers.Mlp, layers.GluMlp):
-        refuse(f"{name}.mlp", mlp, "it is not timm's Mlp or GluMlp", "rules to cut this MLP")
+    if type(mlp) not in (layers.Mlp, layers.GluMlp, GeGluMlp):
+        refuse(f"{name}.mlp", mlp, "it is not timm's Mlp, GluMlp or GeGluMlp", "rules to cut this MLP")
     if getattr(attn, "gate", None) is not None:
         refuse(f"{name}.attn.gate", attn.gate, "gated attention adds a third factor", "rules to cut the gate as well")
-    check_units(name, block, ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"))
-    return Widths(attn.num_heads, attn.head_dim, attn.head_dim, mlp.fc2.in_features)
+    inside = ("fc1", "fc2") if not isinstance(mlp, GeGluMlp) else ("w0", "w1", "w2")
+    check_units(name, block, ("attn.qkv", "attn.proj", *(f"mlp.{one}" for one in inside)))
+    last = block.get_submodule(f"mlp.{inside[-1]}")
+    return Widths(attn.num_heads, attn.head_dim, attn.head_dim, last.in_features)
+
+
+def _converted(block: ViT) -> compact.Block:
+    """A block with ViTamin's MLP as one of ours. It normalises its input a second time: both norms go together."""
+    attn, mlp, dim = block.attn, block.mlp, block.attn.proj.out_features
+    with torch.device("meta"):  # their Linears come at once
+        new_attn = compact.Attention(
+            *(dim, attn.num_heads, attn.head_dim, attn.head_dim, attn.head_dim, True, True),
+            *(attn.q_norm, attn.k_norm, attn.attn_drop, attn.proj_drop),
+        )
+        new_mlp = compact.GluMlp(dim, 1, True, True, mlp.act, mlp.drop1, mlp.drop2)
+    new_attn.qkv, new_attn.proj, new_mlp.fc1, new_mlp.fc2 = attn.qkv, attn.proj, joined([mlp.w0, mlp.w1]), mlp.w2
+    norm2 = nn.Sequential(block.norm2, mlp.norm)
+    parts = (block.norm1, new_attn, block.ls1, block.drop_path1, norm2, new_mlp, block.ls2, block.drop_path2)
+    made = compact.Block(*parts)
+    made.shell = (without_values(block),)  # type: ignore[assignment]  # in a tuple: no part of the network
+    return made.train(block.training)
+
+
+def _restored(block: compact.Block) -> nn.Module:
+    """The block that `_converted` was given, with its present weights."""
+    shell: ViT = vars(block)["shell"][0]
+    attn, mlp, norms = cast(compact.Attention, block.attn), cast(compact.Mlp, block.mlp), cast(Any, block.norm2)
+    shell.norm1, shell.norm2, shell.mlp.norm = block.norm1, norms[0], norms[1]
+    shell.attn.qkv, shell.attn.proj, shell.attn.q_norm, shell.attn.k_norm = (
+        attn.qkv,
+        attn.proj,
+        attn.q_norm,
+        attn.k_norm,
+    )
+    shell.ls1, shell.ls2, shell.drop_path1, shell.drop_path2 = block.ls1, block.ls2, block.drop_path1, block.drop_path2
+    (shell.mlp.w0, shell.mlp.w1), shell.mlp.w2 = parted(mlp.fc1, [mlp.neurons, mlp.neurons]), mlp.fc2
+    return cast(nn.Module, shell.train(block.training))
 
 
 def check_units(name: str, block: ViT, linears: Iterable[str]) -> None:
     """Refuse a block of timm with a norm between units and the layer that reads them, or with odd Linears."""
     between = "a norm between the units and the layer that reads them changes when a unit goes"
     for owner, member in (("attn", block.attn.norm), ("mlp", block.mlp.norm)):
-        if not isinstance(member, nn.Identity):
+        if not isinstance(member, nn.Identity) and not isinstance(block.mlp, GeGluMlp):  # which is before the units
             refuse(
                 f"{name}.{owner}.norm", member, between, "a model without this norm (scale_attn_norm, scale_mlp_norm)"
             )

@@ -9,10 +9,12 @@ import functools
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeAlias
 
+import timm
 import timm.layers as layers
 import torch
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
+from timm.models.vitamin import GeGluMlp
 from torch import nn
 
 from hiap.errors import CheckpointError
@@ -82,19 +84,19 @@ def mlp_ratio_of(neurons: int, dim: int) -> float:
     return (neurons + 0.5) / dim
 
 
-def describe_vit(model: ViT, size: tuple[int, int], origin: Recipe | None) -> Recipe:
-    """The recipe of a model for images of this size (`Family.describe`)."""
+def describe_vit(model: ViT, shape: tuple[int, int, int], origin: Recipe | None) -> Recipe:
+    """The recipe of a model for images of this shape (`Family.describe`)."""
     if type(model).__name__ not in _CLASSES or type(model) is not _CLASSES[type(model).__name__]:
         raise CheckpointError(
             f"{type(model).__name__} cannot be rebuilt from a recipe: expected one of {', '.join(_CLASSES)}"
         )
     known = {"norm_layer": "LayerNorm", "norm_eps": 1e-6, **_NO_BRANCH, **(origin or {}).get("arguments", {})}
-    pool, embed_norm = model.attn_pool, model.patch_embed.norm
+    pool, embed_norm = model.attn_pool, getattr(model.patch_embed, "norm", nn.Identity())
     norm_after_pool = not isinstance(model.fc_norm, nn.Identity)
     arguments = {
-        "img_size": list(size),
+        "img_size": list(shape[1:]),
         "patch_size": list(model.patch_embed.patch_size),
-        "in_chans": model.patch_embed.proj.in_channels,
+        "in_chans": shape[0],
         "num_classes": model.num_classes,
         "global_pool": model.global_pool,
         "embed_dim": model.embed_dim,
@@ -116,8 +118,8 @@ def describe_vit(model: ViT, size: tuple[int, int], origin: Recipe | None) -> Re
         "patch_drop_rate": getattr(model.patch_drop, "prob", 0.0),
         "embed_norm": not isinstance(embed_norm, nn.Identity),
     }
-    kinds = tuple(NORMS.values())
-    norm: Any = next((m for m in model.modules() if isinstance(m, kinds) and m is not embed_norm), None)
+    kinds, outside = tuple(NORMS.values()), set(model.patch_embed.modules())
+    norm: Any = next((m for m in model.modules() if isinstance(m, kinds) and m not in outside), None)
     arguments["norm_layer"] = norm_name(norm) if norm is not None else known["norm_layer"]
     arguments["norm_eps"] = norm.eps if norm is not None else known["norm_eps"]
     if arguments["embed_norm"]:
@@ -126,11 +128,18 @@ def describe_vit(model: ViT, size: tuple[int, int], origin: Recipe | None) -> Re
         arguments["num_heads"] = pool.num_heads
     if isinstance(pool, layers.AttentionPoolLatent) and pool.mlp is not None:
         arguments["mlp_ratio"] = mlp_ratio_of(pool.mlp.fc1.out_features, model.embed_dim)
-    return {
-        "class": type(model).__name__,
-        "arguments": arguments,
-        "drop_path": describe_drop_path(model, origin),
-    }
+    recipe = {"class": type(model).__name__, "arguments": arguments, "drop_path": describe_drop_path(model, origin)}
+    return recipe | {"stem": _stem_name(model, origin)} if type(model.patch_embed) is layers.HybridEmbed else recipe
+
+
+def _stem_name(model: ViT, origin: Recipe | None) -> str:
+    """The name of a model of timm that has the same hybrid stem: no recipe expresses a convolutional network."""
+    cfg: Any = getattr(model, "pretrained_cfg", None) or {}
+    own = cfg.get("architecture") if isinstance(cfg, dict) else getattr(cfg, "architecture", None)
+    name = (origin or {}).get("stem") or own
+    if not isinstance(name, str) or not timm.is_model(name):
+        raise CheckpointError(f"the stem is a {type(model.patch_embed).__name__} of no model that timm knows by name")
+    return name
 
 
 def describe_drop_path(model: ViT, origin: Recipe | None) -> list[list[float]]:
@@ -165,7 +174,7 @@ def _describe_branches(model: ViT) -> dict[str, Any]:
     """What the branches that are left tell of the arguments."""
     found: dict[str, Any] = {}
     attn = next((block.attn for block in model.blocks if hasattr(block.attn, "qkv")), None)
-    mlp = next((block.mlp for block in model.blocks if hasattr(block.mlp, "fc1")), None)
+    block = next((block for block in model.blocks if hasattr(block.mlp, "act")), None)
     constants = [m for m in model.modules() if isinstance(m, compact.Constant)]
     if constants:
         found |= {"proj_bias": True, "proj_drop_rate": constants[0].drop.p}
@@ -178,16 +187,21 @@ def _describe_branches(model: ViT) -> dict[str, Any]:
             "attn_drop_rate": attn.attn_drop.p,
             "proj_drop_rate": attn.proj_drop.p,
         }
-    if mlp is not None:
+    if block is not None:
+        mlp = block.mlp
+        last = mlp.w2 if isinstance(mlp, GeGluMlp) else mlp.fc2
         found |= {
-            "proj_bias": mlp.fc2.bias is not None,
+            "proj_bias": last.bias is not None,
             "proj_drop_rate": mlp.drop1.p,
             "act_layer": activation_name(mlp.act),
         }
-        if hasattr(mlp, "gate_last"):
+        if isinstance(mlp, GeGluMlp) or isinstance(block.norm2, nn.Sequential):
+            found["mlp_layer"] = "geglu"
+        elif hasattr(mlp, "gate_last"):
             found["mlp_layer"] = "gate_last" if mlp.gate_last else "gate_first"
-        if isinstance(mlp, layers.Mlp | layers.GluMlp):  # only the dense width is an argument
-            found["mlp_ratio"] = mlp_ratio_of(mlp.fc1.out_features, model.embed_dim)
+        if not isinstance(mlp, compact.Mlp):  # only the dense width is an argument
+            hidden = last.in_features if isinstance(mlp, GeGluMlp) else mlp.fc1.out_features
+            found["mlp_ratio"] = mlp_ratio_of(hidden, model.embed_dim)
     if any(isinstance(m, layers.LayerScale) for m in model.modules()):
         found["init_values"] = 1e-5
     return found
@@ -204,13 +218,16 @@ def build_vit(recipe: Recipe) -> ViT:
     arguments["embed_norm_layer"] = embed if arguments.pop("embed_norm") else None
     arguments["act_layer"] = ACTIVATIONS[arguments["act_layer"]]
     if "mlp_layer" in arguments:
-        gate_last = arguments["mlp_layer"] == "gate_last"
-        arguments["mlp_layer"] = functools.partial(layers.GluMlp, gate_last=gate_last)
+        arguments["mlp_layer"] = _GATED[arguments["mlp_layer"]]
     for name in ("img_size", "patch_size"):
         arguments[name] = tuple(arguments[name])
     if recipe["class"] == VisionTransformer.__name__:
         arguments["weight_init"] = "skip"  # most of the time it takes, and there is nothing to initialise
     with torch.device("meta"):
+        if "stem" in recipe:
+            like = {name: arguments[name] for name in ("img_size", "patch_size", "in_chans", "embed_dim", "num_heads")}
+            stem = timm.create_model(recipe["stem"], **like, depth=1).patch_embed
+            arguments["embed_layer"] = lambda **given: stem
         model: ViT = _CLASSES[recipe["class"]](**arguments)
     set_drop_path(model, recipe)
     return model
@@ -247,6 +264,11 @@ def is_one_of(names: Iterable[str]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, str) and value in names
 
 
+_GATED = {
+    "gate_first": functools.partial(layers.GluMlp, gate_last=False),
+    "gate_last": layers.GluMlp,
+    "geglu": GeGluMlp,
+}
 _ARGUMENTS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("img_size", "patch_size"), is_size),
     **dict.fromkeys(("in_chans", "embed_dim", "num_heads"), is_count),
@@ -270,7 +292,7 @@ _ARGUMENTS: dict[str, Callable[[Any], bool]] = {
     "init_values": lambda value: value is None or is_number(value, 1e9),
     "pos_embed": is_one_of(("", "none", "learn")),
     "act_layer": is_one_of(ACTIVATIONS),
-    "mlp_layer": is_one_of(("gate_first", "gate_last")),  # of gated MLPs: which half of fc1 is the gate
+    "mlp_layer": is_one_of(_GATED),
 }
 _OPTIONAL = {"embed_norm_layer", "embed_norm_eps", "mlp_layer"}
 
@@ -283,6 +305,8 @@ def _check_recipe(recipe: Any) -> None:
     if not is_one_of(_CLASSES)(recipe.get("class")):
         raise CheckpointError(f"the class of the skeleton must be one of {', '.join(_CLASSES)}")
     check_arguments(arguments, _ARGUMENTS, _OPTIONAL)
+    if "stem" in recipe and not (isinstance(recipe["stem"], str) and timm.is_model(recipe["stem"])):
+        raise CheckpointError(f"the skeleton has the stem of {str(recipe['stem'])[:40]!r}, which timm does not know")
     check_together(recipe)
 
 

@@ -26,20 +26,29 @@ ACCEPTED = [
     "vit_base_patch16_gap_224",
     "vit_medium_patch16_reg4_gap_256",
     "vit_base_patch16_384",
+    "vit_giant_patch14_dinov2",
+    "vit_tiny_r_s16_p8_224",
+]
+CONVERTED = [  # whose blocks become ours while they have gates
+    "vit_small_patch16_dinov3",
+    "vit_pe_core_tiny_patch16_384",
+    "vit_small_patch16_rope_mixed_224",
+    "eva02_tiny_patch14_224",
+    "eva_giant_patch14_224",
+    "beit_base_patch16_224",
+    "vitamin_small_224",
 ]
 
 REFUSED = {
-    "vit_giant_patch14_dinov2": r"blocks\.0\.mlp is a GluMlp: a gated MLP .*would need",
     "vit_small_patch16_18x2_224": r"blocks\.0 is a ParallelThingsBlock: .*parallel.*would need",
     "vit_pwee_patch16_reg1_gap_256": r"blocks\.0 is a ParallelScalingBlock: .*parallel",
     "vit_dwee_patch16_reg1_gap_256": r"blocks\.0\.attn is a DiffAttention: it is not timm's standard attention",
     "vit_base_patch16_rpn_224": r"blocks\.0 is a ResPostBlock: it normalises after",
     "vit_relpos_small_patch16_224": "the model is a VisionTransformerRelPos: .*relative position",
-    "vit_small_patch16_dinov3": "the model is a Eva: .*rotary position",
-    "vit_pe_core_tiny_patch16_384": "the model is a Eva: .*rotary position",
-    "eva02_tiny_patch14_224": "the model is a Eva",
-    "beit_base_patch16_224": "the model is a Beit",
-    "vit_tiny_r_s16_p8_224": "patch_embed is a HybridEmbed: .*would need an exact count",
+    "eva02_base_patch14_224": r"blocks\.0\.mlp\.norm is a LayerNorm: a norm between the units",
+    "eva02_base_patch16_clip_224": r"blocks\.0\.attn\.norm is a LayerNorm: a norm between the units",
+    "eva02_enormous_patch14_clip_224": r"blocks\.0 is a EvaBlockPostNorm: it normalises after",
+    "vit_large_patch16_sapiens2": r"blocks\.\d+\.attn is a AttentionRope: several heads share keys and values",
     "swin_tiny_patch4_window7_224": "the model is a SwinTransformer: it is not a timm VisionTransformer",
     "resnet18": "the model is a ResNet: it is not a timm VisionTransformer",
 }
@@ -62,6 +71,18 @@ def test_accepted(name: str) -> None:
     assert before.items() <= after.items()
     gated = {key.partition(".gates.")[0] for key in after if ".gates." in key}
     assert gated == {f"blocks.{i}.{m}" for i in range(depth) for m in ("attn.proj", "attn.qkv", "mlp.fc2")}
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_accepted_and_converted(name: str) -> None:
+    model = on_meta(name)
+    before = {key: tuple(p.shape) for key, p in model.named_parameters()}
+    hiap.attach(model, hiap.GRANULARITIES)
+    gated = {key.partition(".gates.")[0] for key, _ in model.named_parameters() if ".gates." in key}
+    blocks = range(len(model.blocks))
+    assert gated == {f"blocks.{i}.{m}" for i in blocks for m in ("attn.proj", "attn.qkv", "mlp.fc2")}
+    hiap.detach(model)
+    assert {key: tuple(p.shape) for key, p in model.named_parameters()} == before
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -61,7 +61,7 @@ class TimmFamily(Family):
                 "only the plain and the hybrid patch embedding are counted and rebuilt exactly",
                 "an exact count and a recipe for this stem",
             )
-        if not isinstance(model.attn_pool, _pools()):
+        if not isinstance(getattr(model, "attn_pool", None), _pools()):
             refuse("attn_pool", model.attn_pool, "its cost is not known", "an exact MAC count for this pool")
         _classifiers(model)
 
@@ -110,7 +110,7 @@ class TimmFamily(Family):
         macs = 0 if isinstance(proj, nn.Identity) else (n - model.num_prefix_tokens) * proj.weight.numel()
         macs += _backbone_macs(model.patch_embed, self.input_shape(model, size))
         pooled = 1
-        if model.attn_pool is not None:
+        if getattr(model, "attn_pool", None) is not None:
             macs += _pool_macs(model.attn_pool, n if self._pools_prefix(model) else n - model.num_prefix_tokens)
         elif not model.global_pool:
             pooled = n  # the classifier runs on every token
@@ -138,7 +138,7 @@ class TimmFamily(Family):
         embed = model.patch_embed
         if type(embed) is not layers.PatchEmbed or not isinstance(embed.norm, nn.Identity):
             return None
-        if model.dynamic_img_size or embed.dynamic_img_pad:
+        if getattr(model, "dynamic_img_size", False) or embed.dynamic_img_pad:
             return None
         proj, (rows, columns) = embed.proj, embed.grid_size
         zero = proj.weight.new_zeros(1, *((rows * columns,) if embed.flatten else (rows, columns)), model.embed_dim)
@@ -148,7 +148,8 @@ class TimmFamily(Family):
         size, patch = self.input_shape(model)[1:], tuple(proj.kernel_size)
         stem = Stem(proj.weight.flatten(1), table, size, patch, model.num_prefix_tokens)
         model.patch_embed = nn.Identity()
-        return stem if isinstance(model.norm_pre, nn.Identity) else nn.Sequential(stem, model.norm_pre)
+        norm_pre = getattr(model, "norm_pre", None)
+        return stem if isinstance(norm_pre, nn.Identity | None) else nn.Sequential(stem, norm_pre)
 
     def tokens_read(self, model: ViT) -> int | None:
         return int(model.num_prefix_tokens) if model.global_pool == "token" else None
@@ -304,7 +305,8 @@ def _restored(block: compact.Block) -> nn.Module:
 def check_units(name: str, block: ViT, linears: Iterable[str]) -> None:
     """Refuse a block of timm with a norm between units and the layer that reads them, or with odd Linears."""
     between = "a norm between the units and the layer that reads them changes when a unit goes"
-    for owner, member in (("attn", block.attn.norm), ("mlp", block.mlp.norm)):
+    none = nn.Identity()
+    for owner, member in (("attn", getattr(block.attn, "norm", none)), ("mlp", getattr(block.mlp, "norm", none))):
         if not isinstance(member, nn.Identity) and not isinstance(block.mlp, GeGluMlp):  # which is before the units
             refuse(
                 f"{name}.{owner}.norm", member, between, "a model without this norm (scale_attn_norm, scale_mlp_norm)"

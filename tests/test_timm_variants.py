@@ -1,4 +1,4 @@
-"""timm's rotary ViTs and its gated MLPs go all the way, like its plain ViTs."""
+"""timm's ViTs with rotary or relative positions, gated MLPs and hybrid stems go all the way, like its plain ones."""
 
 import copy
 import itertools
@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 from timm.layers import apply_rot_embed_cat
+from timm.models.beit import Beit
 from timm.models.eva import Eva
 from timm.models.vitamin import GeGluMlp
 from torch import nn
@@ -34,6 +35,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "rope_mixed": ("vit_small_patch16_rope_mixed_ape_224", {}),  # a table for each head
     "rope_gap": ("vit_medium_patch16_rope_reg1_gap_256", {"drop_path_rate": 0.2, "proj_drop_rate": 0.1}),
     "sapiens2": ("vit_base_patch16_sapiens2", {"num_kv_heads": 4}),  # norms of queries and keys
+    "beit": ("beit_base_patch16_224", {}),  # relative positions of each head, biases of q and v alone
+    "beit_token": ("beitv2_base_patch16_224", {"global_pool": "token", "use_abs_pos_emb": True, "init_values": None}),
     # and VisionTransformers
     "plain_glu": ("vit_giant_patch14_dinov2", {}),
     "geglu": ("vit_tiny_patch16_224", {"mlp_layer": GeGluMlp, "act_layer": nn.GELU}),  # ViTamin's MLP
@@ -78,10 +81,8 @@ def test_extraction_and_the_count_of_macs_are_exact(kind: str, x: torch.Tensor) 
 def test_a_saved_model_comes_back(kind: str, x: torch.Tensor, tmp_path: Path) -> None:
     loaded = any_family.a_folder_holds_it(make(kind), x, tmp_path / "compact", kind != "sapiens2")
     saved = json.loads((tmp_path / "compact/config.json").read_text())
-    assert (
-        saved["family"] == ("timm" if kind in ("plain_glu", "geglu", "hybrid") else "timm_eva")
-        and loaded.num_classes == 7
-    )
+    assert saved["family"] == {Eva: "timm_eva", Beit: "timm_beit"}.get(type(loaded), "timm")
+    assert loaded.num_classes == 7
 
 
 def test_aligned_heads_compute_the_same(kind: str, x: torch.Tensor) -> None:
@@ -93,9 +94,8 @@ def test_the_optimised_network_has_the_same_logits(kind: str, x: torch.Tensor) -
 
 
 def test_it_can_be_timed(kind: str) -> None:
-    keys = (
-        2 * 32 if kind in ("dinov3_swiglu", "eva02", "eva", "rope_gap") else 0
-    )  # whose keys have no bias of their own
+    without = ("dinov3_swiglu", "eva02", "eva", "rope_gap", "beit", "beit_token")
+    keys = 2 * 32 if kind in without else 0  # whose keys have no bias of their own
     any_family.it_can_be_timed(make(kind), keys)
 
 

@@ -45,6 +45,8 @@ REFUSED = {
     "vit_dwee_patch16_reg1_gap_256": r"blocks\.0\.attn is a DiffAttention: it is not timm's standard attention",
     "vit_base_patch16_rpn_224": r"blocks\.0 is a ResPostBlock: it normalises after",
     "vit_relpos_small_patch16_224": "the model is a VisionTransformerRelPos: .*relative position",
+    "samvit_base_patch16": "the model is a VisionTransformerSAM: .*attend in windows",
+    "naflexvit_base_patch16_gap": "the model is a NaFlexVit: .*no fixed number of tokens",
     "eva02_base_patch14_224": r"blocks\.0\.mlp\.norm is a LayerNorm: a norm between the units",
     "eva02_base_patch16_clip_224": r"blocks\.0\.attn\.norm is a LayerNorm: a norm between the units",
     "eva02_enormous_patch14_clip_224": r"blocks\.0 is a EvaBlockPostNorm: it normalises after",

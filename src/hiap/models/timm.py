@@ -37,6 +37,11 @@ __all__ = ["TIMM", "TimmFamily", "check_units", "entry_point", "preprocessing_of
 # nn.Module types every attribute as Tensor | Module; here the members of a model are known.
 ViT: TypeAlias = Any
 
+_OTHERS = {  # what else is to say of timm's own classes
+    "NaFlexVit": ", and its images have any size, so that it has no fixed number of tokens and MACs",
+    "VisionTransformerRelPos": ", and a network of its own makes its relative positions, once for all images",
+    "VisionTransformerSAM": ", and its blocks attend in windows, with relative positions that multiply the queries",
+}
 _STEMS = (layers.PatchEmbed, layers.HybridEmbed)
 
 
@@ -79,9 +84,7 @@ class TimmFamily(Family):
 
     def refuse_class(self, model: nn.Module) -> NoReturn:
         """Say why a model is not of this family."""
-        reason = "it is not a timm VisionTransformer"
-        if any("relpos" in type(m).__name__.lower() for m in model.modules()):
-            reason += ", and its relative position bias belongs to the heads"
+        reason = "it is not a timm VisionTransformer" + _OTHERS.get(type(model).__name__, "")
         refuse("the model", model, reason, "an adapter that names this family's attention and MLP layers")
 
     def stem(self, model: ViT) -> nn.Module:

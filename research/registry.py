@@ -29,7 +29,8 @@ PATTERNS = ("vit*", "deit*", "flexivit*", "test_vit*", "naflexvit*", "samvit*", 
 def of_timm() -> Iterator[tuple[str, torch.nn.Module]]:
     for name in sorted({name for pattern in PATTERNS for name in timm.list_models(pattern)}):
         with torch.device("meta"):
-            yield name, timm.create_model(name)
+            model = timm.create_model(name)
+        yield name, model
 
 
 def of_transformers() -> Iterator[tuple[str, torch.nn.Module]]:
@@ -78,7 +79,7 @@ def sorted_out(models: Iterator[tuple[str, torch.nn.Module]], recipes: bool) -> 
 def reason(error: Exception) -> str:
     """Why a model was refused, the same for every block of every size."""
     text = str(error).partition(". To support")[0]
-    return re.sub(r"\.\d+", ".*", text)
+    return re.sub(r"^the model is a \w+For\w+: ", "", re.sub(r"\.\d+", ".*", text))
 
 
 def tell(title: str, found: dict[str, object]) -> None:

@@ -203,7 +203,8 @@ def _build(recipe: Recipe) -> nn.Module:
         block.mlp.act = ACTIVATIONS[act]()
         for name, buffer in list(block.attn.named_buffers()):  # which are in no file
             block.attn.register_buffer(name, torch.empty_like(buffer, device="cpu"), persistent=False)
-        block.attn.init_non_persistent_buffers()
+        with torch.device("cpu"):
+            block.attn.init_non_persistent_buffers()
     set_drop_path(model, recipe)
     return model  # type: ignore[no-any-return]
 

@@ -122,6 +122,10 @@ def test_a_head_without_q_k_dims_attends_uniformly(round_to: int, x: torch.Tenso
 
 def test_q_k_dims_go_in_pairs() -> None:
     model = make("dinov3")
+    topology = hiap.Topology.from_counts(model, heads=[2, [0, 1, 3]], qk_dims=[6, [2, 8, 0]])
+    assert topology.blocks[0].qk_dims == ((0, 1, 2, 4, 5, 6),) * 2  # the first three pairs
+    assert topology.blocks[1].qk_dims == ((0, 4), tuple(range(8)), ())
+    assert hiap.Topology.from_json(topology.to_json()) == topology
     with pytest.raises(hiap.TopologyError) as error:
         hiap.extract(model, hiap.Topology.from_counts(model, qk_dims=[8, [[0, 4, 1], 8, 8, 8]]))
     assert str(error.value) == (

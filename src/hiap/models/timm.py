@@ -354,8 +354,8 @@ def _backbone_macs(embed: ViT, shape: tuple[int, int, int]) -> int:
     """MACs of the convolutional network in a hybrid stem, counted by torch on the meta device; none in a plain stem."""
     if not isinstance(embed, layers.HybridEmbed):
         return 0
-    backbone = without_values(embed.backbone).to("meta").eval()
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
+    backbone = without_values(embed.backbone).to("meta").requires_grad_(False).eval()
+    with FlopCounterMode(display=False) as counter:
         backbone(torch.empty(1, *shape, device="meta"))
     return int(counter.get_total_flops() // 2)
 

@@ -56,6 +56,8 @@ def _attends(block: Block, tokens: int) -> bool:
         and isinstance(block.norm1, nn.LayerNorm)
         and isinstance(attn.q_norm, nn.Identity)
         and isinstance(attn.k_norm, nn.Identity)
+        and attn.rotary is None
+        and attn.position is None
         and tokens <= MOST_TOKENS
     )
 

@@ -205,6 +205,10 @@ class Family(ABC):
         """What else config.json says, for other programs to read."""
         return {}
 
+    def note_record(self, model: nn.Module, record: Mapping[str, Any]) -> None:
+        """Keep with a compact model what it is rebuilt from, in the words of config.json. Here: nowhere."""
+        return None
+
     def versions(self) -> dict[str, str]:
         """Versions of the libraries that models of the family come from."""
         return {}

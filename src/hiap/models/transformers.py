@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hiap.errors import CheckpointError, InputError
 from hiap.models.family import Family, ImageSize, Preprocessing, Recipe, Site, logits_of, refuse
+from hiap.models.transformers_configs import note_in_config
 from hiap.models.transformers_layers import EncoderBlock, block_of, layer_of, layer_widths
 from hiap.models.transformers_parts import (
     CLASSES,
@@ -195,12 +196,15 @@ class TransformersFamily(Family):
             if value is not None and fits is not None and not fits(value):
                 raise CheckpointError(f"{where} has {name} {str(value)[:40]!r}, which cannot be read")
 
+    def note_record(self, model: ViT, record: Mapping[str, Any]) -> None:
+        note_in_config(model, record)
+
     def versions(self) -> dict[str, str]:
         return {"transformers": str(library().__version__)}
 
     def describe(self, model: ViT, origin: Recipe | None = None) -> Recipe:
         cls = type(model).__name__
-        if cls not in CLASSES or type(model) is not getattr(library(), cls, None):
+        if cls not in CLASSES or not type(model).__module__.startswith(("transformers.", "hiap.")):
             raise CheckpointError(f"{cls} cannot be rebuilt from a recipe: expected one of {', '.join(CLASSES)}")
         config, core = config_of(model), core_of(model)
         found = {name: getattr(config, name) for name in SHAPES[CLASSES[cls][1]] if hasattr(config, name)}

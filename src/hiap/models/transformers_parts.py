@@ -24,6 +24,7 @@ __all__ = [
     "UNDECAYED",
     "USES",
     "WHOLE",
+    "WHOLE_MODELS",
     "ViT",
     "attention_pool",
     "check_class",
@@ -88,6 +89,7 @@ CLASSES = {
     "SiglipVisionModel": ("siglip", "SiglipVisionConfig"),
 }
 WHOLE = {"clip": "CLIPConfig", "siglip": "SiglipConfig"}  # what a classifier's configuration stands in
+WHOLE_MODELS = ("CLIPModel", "SiglipModel")  # of images and texts
 _CORES = ("vit", "deit", "dinov2", "dinov2_with_registers", "vision_model")  # the backbone inside a model
 HEADS = ("classifier", "cls_classifier", "distillation_classifier")
 _LISTS = ("layers", "encoder.layers", "encoder.layer")

@@ -1,0 +1,114 @@
+"""Configurations of pruned models for Transformers, by which `from_pretrained` knows them.
+
+A pruned model has a `model_type` of its own, such as "hiap_vit". Its configuration is that of its dense model plus the
+fields of docs/format.md that say how wide the blocks are and where they come from. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["RECORD", "note_in_config", "pruned_config", "pruned_configs", "record_of", "register_configs"]
+
+# What a pruned model is rebuilt from, beside the configuration of its dense model.
+RECORD = ("blocks", "dense", "topology", "round_to", "logit_difference", "tolerance", "skeleton", "pretrained_cfg")
+# Further fields that hiap.save writes, which are no part of a configuration.
+_SAVED = (
+    *("format", "architecture", "family", "versions", "num_classes", "macs", "dense_macs", "params"),
+    *("class_names", "per_layer_config"),
+)
+_PARENTS = (
+    "ViTConfig",
+    "DeiTConfig",
+    "Dinov2Config",
+    "Dinov2WithRegistersConfig",
+    "CLIPVisionConfig",
+    "CLIPConfig",
+    "SiglipVisionConfig",
+    "SiglipConfig",
+)
+
+
+_before_use: list[Callable[[], None]] = []
+
+
+class _Pruned:
+    """What the configuration of a pruned model adds to that of a dense one."""
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        while _before_use:
+            _before_use.pop()()
+        for name in _SAVED:
+            kwargs.pop(name, None)
+        super().__post_init__(**kwargs)  # type: ignore[misc]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, and the widths of the layers in the words of Transformers as well."""
+        found: dict[str, Any] = super().to_dict()  # type: ignore[misc]
+        blocks = found.get("blocks") or []
+        return {**found, "per_layer_config": {str(i): _in_words(block) for i, block in enumerate(blocks)}}
+
+
+def _in_words(block: Mapping[str, Any]) -> dict[str, Any]:
+    """The widths of a block by the names that they have in configurations of Transformers."""
+    skipped = [name for name, units in (("attention", "heads"), ("mlp", "neurons")) if block[units] is None]
+    words: dict[str, Any] = {"skip": skipped} if skipped else {}
+    if block["heads"] is not None:
+        words |= {"num_attention_heads": block["heads"], "head_dim": block["qk_dim"], "v_head_dim": block["value_dim"]}
+    if block["neurons"] is not None:
+        words["intermediate_size"] = block["neurons"]
+    return words
+
+
+@functools.cache
+def pruned_config(parent: Any) -> Any:
+    """The class of configurations of pruned models, for a class of those of dense ones."""
+    if issubclass(parent, _Pruned):
+        return parent
+    name = f"Pruned{parent.__name__}"
+    made = type(name, (_Pruned, parent), {"model_type": f"hiap_{parent.model_type}", "__module__": __name__})
+    globals()[name] = made  # where pickle looks for it
+    return made
+
+
+def pruned_configs() -> list[Any]:
+    """All such classes of the Transformers that is installed."""
+    library = importlib.import_module("transformers")
+    return [pruned_config(getattr(library, name)) for name in _PARENTS]
+
+
+def register_configs(before_use: Callable[[], None]) -> None:
+    """Let AutoConfig know pruned models.
+
+    Args:
+        before_use: what to do before the first of these configurations is made. Their models are registered then, not
+            now: that takes the rest of Transformers, which whoever has no pruned model need not wait for.
+    """
+    auto = importlib.import_module("transformers.models.auto.configuration_auto").AutoConfig
+    for config in pruned_configs():
+        auto.register(config.model_type, config, exist_ok=True)
+    _before_use.append(before_use)
+
+
+def record_of(config: Any) -> dict[str, Any]:
+    """What a pruned model is rebuilt from, as its configuration has it."""
+    return {name: getattr(config, name) for name in RECORD if getattr(config, name, None) is not None}
+
+
+def note_in_config(model: Any, record: Mapping[str, Any]) -> None:
+    """Give a model the configuration of a pruned one with this record, which `save_pretrained` then writes."""
+    old: Any = model.config
+    kind: Any = pruned_config(old.__class__)
+    new = old
+    if not isinstance(old, kind):
+        new = object.__new__(kind)
+        vars(new).update(vars(old))
+        for module in model.modules():
+            if vars(module).get("config") is old:
+                module.config = new
+    for name, value in record.items():
+        setattr(new, name, value)
+    model._weight_conversions = []  # names of older versions of Transformers do not fit blocks of ours

@@ -147,16 +147,17 @@ class MacCost(LinearCost):
 
     def unit_costs(self, site: Site, qk_gated: bool) -> tuple[float, float, float, float]:
         n, d, w = self.tokens, site.dim, site.widths
+        neuron = (2 + site.glu) * n * d
         if self.accounting == "paper":
             if qk_gated:
                 raise InputError("the paper's accounting has no q/k dims; use accounting='exact' with qk_dim gates")
             c1 = 2 * n * d * (2 * w.qk_dim + w.value_dim) + 2 * n * n * w.qk_dim
-            return c1, 2 * n * d + 2 * n * n, 0, 4 * n * d
+            return c1, 2 * n * d + 2 * n * n, 0, 2 * neuron
         dim = 2 * n * d + n * n
-        return (0, dim, dim, 2 * n * d) if qk_gated else (w.qk_dim * dim, dim, 0, 2 * n * d)
+        return (0, dim, dim, neuron) if qk_gated else (w.qk_dim * dim, dim, 0, neuron)
 
     def block(self, site: Site, widths: Widths) -> int:
-        return self.per_mac * block_macs(self.tokens, site.dim, widths)
+        return self.per_mac * block_macs(self.tokens, site.dim, widths, site.glu)
 
 
 class ParamCost(LinearCost):
@@ -173,7 +174,7 @@ class ParamCost(LinearCost):
     def unit_costs(self, site: Site, qk_gated: bool) -> tuple[float, float, float, float]:
         d, w = site.dim, site.widths
         row = d + (site.attention.qkv.bias is not None) if w.heads else 0
-        neuron = 2 * d + (site.ffn.fc1.bias is not None) if w.neurons else 0
+        neuron = (1 + site.glu) * (d + (site.ffn.fc1.bias is not None)) + d if w.neurons else 0
         return (0, row + d, 2 * row, neuron) if qk_gated else (2 * row * w.qk_dim, row + d, 0, neuron)
 
     def block(self, site: Site, widths: Widths) -> int:

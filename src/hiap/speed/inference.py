@@ -1,12 +1,13 @@
 """The same function with less memory traffic, for inference: `optimize` works on dense and compact models alike.
 
-In bf16 the matrix products of a pruned ViT shrink as expected; norms, copies and kernel launches then dominate. Three
+In bf16 the matrix products of a pruned ViT shrink as expected; norms, copies and kernel launches then dominate. Four
 exact changes:
 
 - The patch embedding is one matrix product over rows of pixels. Rows of zeros stand for the prefix tokens, so that all
   tokens and positions come from one product and one addition: no convolution, no layout copies, no concatenation.
 - Where the classifier reads prefix tokens alone, the last block computes only those: its queries, projection and FFN
   run on one token instead of all, and so does the final norm.
+- Rotary positions are a table that is computed once.
 - Heads whose q/k and value widths differ are padded to the greater of both, where the device is faster with it.
 
 What a compiler does better (residual + norm, bias + GELU) is left to `torch.compile`.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -27,12 +29,13 @@ from hiap.errors import ExtractionError, InputError
 from hiap.models.family import Site, logits_of
 from hiap.models.registry import family_of
 from hiap.nn.compact import Attention, Block, Widths, shrink_block
+from hiap.nn.rotary import Rope, Rotary
 from hiap.pruning.attach import is_gated
 from hiap.pruning.extract import TOLERANCE, check_dtype, difference, probe_images, rebuild
 from hiap.pruning.topology import Topology
 from hiap.speed.clock import materialise, timings
 
-__all__ = ["Optimized", "compiled", "optimize"]
+__all__ = ["Optimized", "bake", "compiled", "optimize"]
 
 
 class LastBlock(nn.Module):
@@ -63,6 +66,8 @@ def _attend(attn: Attention, x: Tensor, tokens: int) -> Tensor:
     q = attn.q_norm(q.view(B, tokens, H, attn.qk_dim)).transpose(1, 2)
     k = attn.k_norm(k.view(B, N, H, attn.qk_dim)).transpose(1, 2)
     v = v.view(B, N, H, attn.value_dim).transpose(1, 2)
+    if attn.rotary is not None:
+        q, k = attn.rotary(q, k)
     x = F.scaled_dot_product_attention(q, k, v, scale=attn.head_dim**-0.5)
     x = attn.proj(x.transpose(1, 2).reshape(B, tokens, attn.split[2]))
     return x
@@ -81,6 +86,8 @@ class Optimized(nn.Module):
         super().__init__()
         self.family = family_of(model)
         self.whole = not self.family.comes_apart
+        if not self.whole:
+            bake(self.family.sites(model), self.family.ropes(model))
         blocks = [site.module for site in self.family.sites(model)] if self.whole else self.family.take_blocks(model)
         if last is not None and blocks and not self.whole:
             blocks[-1] = LastBlock(cast(Block, blocks[-1]), last)
@@ -95,6 +102,13 @@ class Optimized(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.family.head(self.model, x)
+
+
+def bake(sites: Sequence[Site], ropes: Sequence[Rope | None]) -> None:
+    """Give converted or compact blocks the rotary tables of one image size, so that they run without their model."""
+    for site, rope in zip(sites, ropes, strict=True):
+        if site.pairs is not None and rope is not None:
+            cast(Rotary, site.attention.rotary).bake(rope)
 
 
 @torch.no_grad()

@@ -33,13 +33,28 @@ pytestmark = pytest.mark.slow
 SIZE, LABELS = 16, 5
 SMALL = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3, "image_size": SIZE, "patch_size": 4}
 WIDE = {**SMALL, "intermediate_size": 40}
+TEXT = {
+    **{"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 20},
+    **{"max_position_embeddings": 6, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "projection_size": 24},
+}
 
 
-def whole(config: str, vision: str, **more: Any) -> Any:
+def whole(config: str, vision: str, text_config: Any = None, **more: Any) -> Any:
     """The configuration of a model of images and texts."""
-    made = getattr(transformers, config)(vision_config=getattr(transformers, vision)(**WIDE, **more).to_dict())
+    vision_config = getattr(transformers, vision)(**WIDE, **more).to_dict()
+    made = getattr(transformers, config)(vision_config=vision_config, text_config=text_config)
     made.num_labels = LABELS
     return made
+
+
+def both(family: str) -> Any:
+    """A small model of images and texts, in float64 and eval."""
+    text = getattr(transformers, f"{family}TextConfig")(**TEXT).to_dict()
+    config = whole(f"{family}Config", f"{family}VisionConfig", text_config=text, projection_dim=9)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}Model")(config)
+    randomise(model)
+    return model.double().eval()
 
 
 def vit(config: str, **more: Any) -> Any:
@@ -48,6 +63,10 @@ def vit(config: str, **more: Any) -> Any:
 
 def dino(config: str, **more: Any) -> Any:
     return getattr(transformers, config)(**SMALL, mlp_ratio=2, num_labels=LABELS, layerscale_value=0.5, **more)
+
+
+def dino3(**more: Any) -> Any:
+    return transformers.DINOv3ViTConfig(**WIDE, num_register_tokens=2, layerscale_value=0.5, **more)
 
 
 def clip(**more: Any) -> Any:
@@ -68,6 +87,16 @@ CASES: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     "dinov2_bare": ("Dinov2Model", lambda **k: dino("Dinov2Config", **k), {}),
     "registers": ("Dinov2WithRegistersForImageClassification", lambda **k: dino("Dinov2WithRegistersConfig", **k), {}),
     "registers_bare": ("Dinov2WithRegistersModel", lambda **k: dino("Dinov2WithRegistersConfig", **k), {}),
+    "swiglu": ("Dinov2ForImageClassification", lambda **k: dino("Dinov2Config", use_swiglu_ffn=True, **k), {}),
+    "stages": ("Dinov2Backbone", lambda **k: dino("Dinov2Config", out_features=["stage1", "stage3"], **k), {}),
+    "stages_registers": (
+        "Dinov2WithRegistersBackbone",
+        lambda **k: dino("Dinov2WithRegistersConfig", apply_layernorm=False, reshape_hidden_states=False, **k),
+        {},
+    ),
+    "dinov3": ("DINOv3ViTModel", lambda **k: dino3(**k), {}),
+    "dinov3_glu": ("DINOv3ViTModel", lambda **k: dino3(use_gated_mlp=True, query_bias=False, value_bias=False), {}),
+    "dinov3_stages": ("DINOv3ViTBackbone", lambda **k: dino3(out_features=["stage2", "stage3"], **k), {}),
     "clip": ("CLIPForImageClassification", lambda **k: whole("CLIPConfig", "CLIPVisionConfig", **k), {}),
     "clip_bare": ("CLIPVisionModel", clip, {}),
     "clip_projection": ("CLIPVisionModelWithProjection", lambda **k: clip(projection_dim=9, **k), {}),
@@ -88,7 +117,11 @@ def make(case: str, **more: Any) -> Any:
     torch.manual_seed(0)
     model = getattr(transformers, cls)(config(**more), **options)
     randomise(model)
-    return model.double().eval()
+    model = model.double().eval()
+    for module in model.modules():  # stays in float32 when Transformers loads a model in another precision
+        if hasattr(module, "inv_freq"):
+            module.inv_freq = module.inv_freq.float()
+    return model
 
 
 @pytest.fixture(params=list(CASES))
@@ -109,11 +142,12 @@ def close(first: torch.Tensor, second: torch.Tensor, allowed: float = 1e-12) -> 
 
 def ragged(model: nn.Module) -> hiap.Topology:
     """Units of every granularity gone: dims, heads, neurons, an attention, an FFN, and one of each to its bias."""
+    paired = any(site.pairs for site in FAMILY.sites(model))
     return hiap.Topology.from_counts(
         model,
         heads=[[1], None, [0, 2]],
         value_dims=[5, 8, [[0, 3], 7]],
-        qk_dims=[6, 8, [4, 3]],
+        qk_dims=[[[0, 1, 3, 4, 5, 7]], 8, [[0, 2, 4, 6], [1, 5]]] if paired else [6, 8, [4, 3]],
         neurons=[[1, 4, 9], None, 0],
     )
 
@@ -239,32 +273,77 @@ def test_a_mask_of_tokens_is_heeded(x: torch.Tensor) -> None:
     assert not close(expected, model(x).logits, 1e-6)
 
 
-def test_hidden_states_are_not_silently_left_out(x: torch.Tensor) -> None:
+@pytest.mark.parametrize("case", ["vit", "deit", "dinov2", "dinov3", "clip_bare", "siglip_bare"])
+def test_hidden_states_are_those_of_the_dense_model_however_often_gates_come_and_go(case: str, x: torch.Tensor) -> None:
+    model = make(case)
+    expected = model(x, output_hidden_states=True).hidden_states
+    for form in (hiap.attach, hiap.detach, hiap.attach):
+        form(model)
+        for _ in range(2):
+            found = model(x, output_hidden_states=True).hidden_states
+            assert len(found) == 4 and all(close(*both) for both in zip(expected, found, strict=True))
+    whole = hiap.extract(hiap.detach(model), hiap.Topology.from_counts(model))
+    found = whole(x, output_hidden_states=True).hidden_states
+    assert all(close(*both) for both in zip(expected, found, strict=True))
+    compact = hiap.extract(model, ragged(model))
+    tokens = [FAMILY.embed(compact, x)]
+    for block in hiap.optimize(compact, last_block=False).blocks:
+        tokens.append(block(tokens[-1]))
+    found = compact(x, output_hidden_states=True).hidden_states
+    assert all(close(*both) for both in zip(tokens, found, strict=True))
+
+
+@pytest.mark.parametrize("case", ["stages", "stages_registers", "dinov3_stages"])
+def test_a_backbone_gives_the_feature_maps_of_its_stages(case: str, x: torch.Tensor) -> None:
+    model = make(case)
+    whole = hiap.extract(model, hiap.Topology.from_counts(model))
+    maps = model(x).feature_maps
+    assert len(maps) == len(model.out_features)
+    assert all(close(*both) for both in zip(maps, whole(x).feature_maps, strict=True))
+    compact = hiap.extract(model, ragged(model))
+    assert [one.shape for one in compact(x).feature_maps] == [one.shape for one in maps]
+    model.config.out_features = ["stage1"]
+    with pytest.raises(
+        hiap.InputError, match=r"only the feature map of the last stage .* found stage1, expected stage3"
+    ):
+        hiap.optimize(model)
+
+
+def test_weights_of_attention_are_not_silently_left_out(x: torch.Tensor) -> None:
     compact = hiap.extract(make("vit"), ragged(make("vit")))
-    with pytest.raises(hiap.InputError, match="a pruned model has no output_hidden_states; register forward hooks"):
-        compact(x, output_hidden_states=True)
+    with pytest.raises(hiap.InputError, match="a pruned model has no output_attentions: its attention does not keep"):
+        compact(x, output_attentions=True)
     model = make("vit")
-    model.config.output_hidden_states = True
-    with pytest.raises(hiap.UnsupportedModelError, match=r"would need config.output_hidden_states = False\."):
+    model.config._attn_implementation = "eager"
+    model.config.output_attentions = True
+    with pytest.raises(hiap.UnsupportedModelError, match=r"would need config.output_attentions = False\."):
         hiap.attach(model)
 
 
-class TestRefused:
-    def test_a_rotary_embedding(self) -> None:
-        config = transformers.DINOv3ViTConfig(**WIDE)
-        with pytest.raises(
-            hiap.UnsupportedModelError,
-            match="the model is a DINOv3ViTModel: its rotary position embedding turns q/k dims in pairs",
-        ):
-            hiap.attach(transformers.DINOv3ViTModel(config))
+def test_a_key_bias_that_was_learned_stays(x: torch.Tensor) -> None:
+    model = hiap.attach(make("dinov3"))
+    for site in FAMILY.sites(model):
+        nn.init.normal_(site.attention.qkv.bias)
+    expected = model(x).pooler_output
+    assert close(expected, hiap.extract(model)(x).pooler_output)
+    assert close(expected, hiap.detach(model)(x).pooler_output)
 
-    def test_a_gated_mlp(self) -> None:
-        model = transformers.Dinov2Model(dino("Dinov2Config", use_swiglu_ffn=True))
+
+class TestRefused:
+    def test_packed_patches_of_siglip2(self) -> None:
+        config = transformers.Siglip2VisionConfig(**{**WIDE, "num_patches": 16})
         with pytest.raises(
             hiap.UnsupportedModelError,
-            match=r"encoder.layer.0.mlp is a Dinov2SwiGLUFFN: a gated MLP joins .* need rules to cut this MLP",
+            match=r"a Siglip2VisionModel: it takes packed patches .* which Transformers loads as a SiglipModel",
         ):
-            hiap.attach(model)
+            hiap.attach(transformers.Siglip2VisionModel(config))
+
+    def test_a_model_of_images_and_texts(self) -> None:
+        with pytest.raises(
+            hiap.UnsupportedModelError,
+            match=r"a CLIPModel: it reads texts besides images.* need its image tower alone: prune model.vision_model",
+        ):
+            hiap.attach(both("CLIP"))
 
     def test_another_class(self) -> None:
         model = transformers.ViTForMaskedImageModeling(vit("ViTConfig"))

@@ -298,6 +298,8 @@ def logits_of(output: Any) -> Tensor:
     """The logits in what a forward returns: a tensor, or an object with one; of a bare backbone, its features."""
     if isinstance(output, Tensor):
         return output
+    if getattr(output, "feature_maps", None):
+        return cast(Tensor, output.feature_maps[-1])
     names = ("logits", "image_embeds", "pooler_output", "last_hidden_state")
     return cast(Tensor, next(found for name in names if (found := getattr(output, name, None)) is not None))
 

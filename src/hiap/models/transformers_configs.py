@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["RECORD", "note_in_config", "pruned_config", "pruned_configs", "record_of", "register_configs"]
+__all__ = ["RECORD", "is_pruned", "note_in_config", "pruned_config", "pruned_configs", "record_of", "register_configs"]
 
 # What a pruned model is rebuilt from, beside the configuration of its dense model.
 RECORD = ("blocks", "dense", "topology", "round_to", "logit_difference", "tolerance", "skeleton", "pretrained_cfg")
@@ -25,6 +25,7 @@ _PARENTS = (
     "DeiTConfig",
     "Dinov2Config",
     "Dinov2WithRegistersConfig",
+    "DINOv3ViTConfig",
     "CLIPVisionConfig",
     "CLIPConfig",
     "SiglipVisionConfig",
@@ -91,6 +92,11 @@ def register_configs(before_use: Callable[[], None]) -> None:
     for config in pruned_configs():
         auto.register(config.model_type, config, exist_ok=True)
     _before_use.append(before_use)
+
+
+def is_pruned(config: Any) -> bool:
+    """Whether a configuration is that of a pruned model."""
+    return isinstance(config, _Pruned)
 
 
 def record_of(config: Any) -> dict[str, Any]:

@@ -248,7 +248,8 @@ def _check_rebuild(model: nn.Module, config: dict[str, Any], state: dict[str, to
         raise CheckpointError(f"{CHANGED}: {error}") from error
     if not all(bool(tensor.isfinite().all()) for tensor in state.values()):
         raise CheckpointError("some weights are not finite: the run that trained them has diverged")
-    outputs = zip(probe(model, like.dtype), probe(rebuilt.to(like.device), like.dtype), strict=True)
+    pair = (one.to(like.device, like.dtype) for one in (copy.deepcopy(model), rebuilt))  # tables of positions as well
+    outputs = zip(*(probe(one, like.dtype) for one in pair), strict=True)
     if not all(torch.equal(a, b) for a, b in outputs):
         raise CheckpointError("the model rebuilt from its recipe has other outputs: some layer was changed")
 

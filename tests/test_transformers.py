@@ -51,6 +51,7 @@ def both(family: str) -> Any:
     """A small model of images and texts, in float64 and eval."""
     text = getattr(transformers, f"{family}TextConfig")(**TEXT).to_dict()
     config = whole(f"{family}Config", f"{family}VisionConfig", text_config=text, projection_dim=9)
+    config.projection_dim = 9
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}Model")(config)
     randomise(model)

@@ -83,5 +83,6 @@ def register_models(restore: Callable[[nn.Module, Mapping[str, Any]], None]) -> 
             if name == "AutoModel":  # which gives what was saved, where that is a bare model
                 more = (getattr(hf, one) for one, own in CLASSES.items() if own[1] == parent.__name__)
                 classes += [one for one in more if "Classification" not in one.__name__ and one not in classes]
-            if classes:
-                auto.register(config, tuple(pruned_class(one, config) for one in classes), exist_ok=True)
+            ours = tuple(pruned_class(one, config) for one in classes)
+            if ours:
+                auto.register(config, ours if len(ours) > 1 else ours[0], exist_ok=True)

@@ -11,7 +11,16 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["RECORD", "is_pruned", "note_in_config", "pruned_config", "pruned_configs", "record_of", "register_configs"]
+__all__ = [
+    "RECORD",
+    "dense_config",
+    "is_pruned",
+    "note_in_config",
+    "pruned_config",
+    "pruned_configs",
+    "record_of",
+    "register_configs",
+]
 
 # What a pruned model is rebuilt from, beside the configuration of its dense model.
 RECORD = ("blocks", "dense", "topology", "round_to", "logit_difference", "tolerance", "skeleton", "pretrained_cfg")
@@ -99,6 +108,16 @@ def is_pruned(config: Any) -> bool:
     return isinstance(config, _Pruned)
 
 
+def dense_config(config: Any) -> Any:
+    """The configuration of the dense model that a pruned one came from; any other is returned as it is."""
+    if not is_pruned(config):
+        return config
+    kind = config.__class__.__mro__[2]
+    dense = object.__new__(kind)
+    vars(dense).update({name: value for name, value in vars(config).items() if name not in RECORD})
+    return dense
+
+
 def record_of(config: Any) -> dict[str, Any]:
     """What a pruned model is rebuilt from, as its configuration has it."""
     return {name: getattr(config, name) for name in RECORD if getattr(config, name, None) is not None}
@@ -115,6 +134,7 @@ def note_in_config(model: Any, record: Mapping[str, Any]) -> None:
         for module in model.modules():
             if vars(module).get("config") is old:
                 module.config = new
+    new.architectures = [model.__class__.__name__]  # by which an auto class chooses among several
     for name, value in record.items():
         setattr(new, name, value)
     model._weight_conversions = []  # names of older versions of Transformers do not fit blocks of ours

@@ -285,6 +285,10 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} is not valid JSON ({error}); it was edited or cut short") from error
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if isinstance(config, dict) and str(config.get("model_type")).startswith("hiap_") and "format" not in config:
+        raise CheckpointError(
+            f"{path} was written by save_pretrained: load it with from_pretrained of an auto class of Transformers"
+        )
     if not isinstance(config, dict) or config.get("architecture") != ARCHITECTURE:
         raise CheckpointError(f"{file} is not a compact model's (no architecture {ARCHITECTURE!r}): another project's?")
     if config.get("format") != FORMAT:

@@ -93,6 +93,7 @@ class Family(ABC):
     """
 
     name: str  # in config.json of saved models
+    casts_buffers = True  # buffers that are in no file are loaded in the dtype of the weights
 
     # -- what must be written ---------------------------------------------------------------------------------------
 

@@ -63,6 +63,7 @@ class TransformersFamily(Family):
     """The ViTs of Hugging Face Transformers, as classifiers or bare."""
 
     name = "transformers"
+    casts_buffers = False  # as Transformers itself: rotary frequencies stay in float32
 
     def accepts(self, model: nn.Module) -> bool:
         hf = sys.modules.get("transformers")  # without it there is no model of it

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hiap.errors import InputError
 from hiap.models.family import compact_pairs, compact_widths, refuse
+from hiap.models.linears import joined, parted
 from hiap.models.transformers_parts import ViT, first_of, place_of
 from hiap.nn.compact import Attention, Block, GluMlp, Mlp, Widths, is_glu
 from hiap.nn.rotary import Rotary
@@ -107,7 +108,7 @@ def block_of(layer: ViT) -> Block:
     """The block that computes what a layer does."""
     at = functools.partial(_found, layer)
     query, key, value, proj, fc2 = (at(name) for name in ("query", "key", "value", "proj", "fc2"))
-    qkv, fc1 = _joined(query, key, value), _joined(*(at(name) for name in _inner(layer)))
+    qkv, fc1 = joined([query, key, value]), at("fc1") if at("gate") is None else joined([at("gate"), at("fc1")])
     dim, width, drop = query.in_features, first_of(layer, _HEAD_DIM), first_of(layer, _ATTN_DROP)
     heads, drops = query.out_features // width, [_dropout(at(name)) for name in ("proj_drop", "drop2")]
     rotary = Rotary(heads, width, width, "halves") if is_rotary(layer) else None
@@ -122,7 +123,7 @@ def block_of(layer: ViT) -> Block:
     scales = [_Scale(scale.lambda1) if scale is not None else nn.Identity() for scale in (at("ls1"), at("ls2"))]
     paths = [copy.deepcopy(path) if path is not None else nn.Identity() for path in [at("drop_path")] * 2]
     made = EncoderBlock(at("norm1"), attn, scales[0], paths[0], at("norm2"), mlp, scales[1], paths[1])
-    made.layer, made.glu = (_weightless(layer),), kind is GluMlp
+    made.layer, made.glu = (_without_values(layer),), kind is GluMlp
     return made.train(layer.training)
 
 
@@ -133,8 +134,9 @@ def layer_of(block: Block) -> nn.Module:
         return block
     layer = copy.deepcopy(block.layer[0])
     parts: dict[str, nn.Module] = {"norm1": block.norm1, "norm2": block.norm2, "proj": attn.proj, "fc2": mlp.fc2}
-    for names, joined in ((("query", "key", "value"), attn.qkv), (_inner(layer), mlp.fc1)):
-        parts |= _parted(joined, {name: _found(layer, name) for name in names})
+    for names, whole in ((("query", "key", "value"), attn.qkv), (_inner(layer), mlp.fc1)):
+        like = {name: _found(layer, name) for name in names}
+        parts |= _parted(whole, like) if len(like) > 1 else dict.fromkeys(like, whole)
     for name, module in parts.items():
         parent, _, last = cast(str, place_of(layer, _PLACES[name])).rpartition(".")
         setattr(layer.get_submodule(parent), last, module)
@@ -190,46 +192,23 @@ def layer_widths(name: str, layer: ViT) -> Widths:
     return Widths(linears["query"].out_features // width, width, width, linears["fc2"].in_features)
 
 
-def _joined(*linears: nn.Linear) -> nn.Linear:
-    """One Linear with the outputs of several. Where only some of them have a bias, the others get one of zeros."""
-    if len(linears) == 1:
-        return linears[0]
-    with torch.device("meta"):
-        joined = nn.Linear(linears[0].in_features, sum(one.out_features for one in linears))
-    learned = linears[0].weight.requires_grad
-    joined.weight = nn.Parameter(torch.cat([one.weight.detach() for one in linears]), learned)
-    biases = [one.weight.new_zeros(len(one.weight)) if one.bias is None else one.bias.detach() for one in linears]
-    has_bias = any(one.bias is not None for one in linears)
-    joined.register_parameter("bias", nn.Parameter(torch.cat(biases), learned) if has_bias else None)
-    return joined
-
-
-def _parted(joined: nn.Linear, like: Mapping[str, nn.Linear]) -> dict[str, nn.Module]:
+def _parted(whole: nn.Linear, like: Mapping[str, nn.Linear]) -> dict[str, nn.Module]:
     """The Linears that were joined. One that had no bias has none again, unless it has learned one."""
-    if len(like) == 1:
-        return dict.fromkeys(like, joined)
-    parts: dict[str, nn.Module] = {}
-    for i, (name, old) in enumerate(like.items()):
-        with torch.device("meta"):
-            part = nn.Linear(joined.in_features, joined.out_features // len(like))
-        for tensor in ("weight", "bias"):
-            whole = getattr(joined, tensor)
-            own = None if whole is None else whole.detach().chunk(len(like))[i].clone()
-            if own is not None and getattr(old, tensor) is None and not own.any():
-                own = None
-            setattr(part, tensor, None if own is None else nn.Parameter(own, whole.requires_grad))
-        parts[name] = part
-    return parts
+    parts = parted(whole, [one.out_features for one in like.values()])
+    for part, old in zip(parts, like.values(), strict=True):
+        if part.bias is not None and old.bias is None and not part.bias.any():
+            part.register_parameter("bias", None)
+    return dict(zip(like, parts, strict=True))
 
 
-def _weightless(layer: nn.Module) -> nn.Module:
+def _without_values(layer: nn.Module) -> nn.Module:
     """A copy of a layer that keeps no weights; it shares the configuration."""
-    memo: dict[int, Any] = {id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in layer.parameters()}
-    for module in layer.modules():
-        config = vars(module).get("config")
-        if config is not None:
-            memo[id(config)] = config
-    return copy.deepcopy(layer, memo)
+    shared = {id(config): config for module in layer.modules() if (config := vars(module).get("config")) is not None}
+    return copy.deepcopy(layer, {**shared, **{id(p): _on_meta(p) for p in layer.parameters()}})
+
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
 
 
 def let_record(model: nn.Module) -> None:

@@ -11,7 +11,7 @@ An odd dim at the end is padding. It belongs to no pair and is not turned.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +49,7 @@ class Rotary(nn.Module):
         super().__init__()
         self.num_heads, self.qk_dim, self.head_dim = num_heads, qk_dim, head_dim
         self.layout, self.per_head, self.whole = layout, per_head, whole
+        self.columns = num_heads * head_dim if per_head else head_dim  # of the table, for all its heads
         heads = torch.arange(num_heads).unsqueeze(1) * (head_dim if per_head else 0)
         self.register_buffer("dims", (heads + torch.arange(qk_dim)).flatten())
         self.register_buffer("sin", None, persistent=False)
@@ -57,7 +58,16 @@ class Rotary(nn.Module):
     def shrunk(self, num_heads: int, qk_dim: int) -> Rotary:
         """The same for fewer heads or dims; which ones is left to `dims`."""
         same = qk_dim == self.qk_dim and (num_heads == self.num_heads or not self.per_head)
-        return Rotary(num_heads, qk_dim, self.head_dim, self.layout, self.per_head, self.whole and same)
+        made = Rotary(num_heads, qk_dim, self.head_dim, self.layout, self.per_head, self.whole and same)
+        made.columns = self.columns
+        return made
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        dims: Any = state_dict.get(f"{prefix}dims")
+        odd = isinstance(dims, Tensor) and dims.numel() > 0 and not dims.is_meta
+        if odd and (dims.dtype != torch.long or not 0 <= int(dims.min()) <= int(dims.max()) < self.columns):
+            raise RuntimeError(f"{prefix}dims must be columns of a table with {self.columns}")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def forward(self, q: Tensor, k: Tensor, rope: Rope | None = None) -> tuple[Tensor, Tensor]:
         """Queries of the first tokens and keys of all, turned. Each (B, H, tokens, qk_dim)

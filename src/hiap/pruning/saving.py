@@ -144,6 +144,7 @@ def load(folder: Folder, device: torch.device | str = "cpu") -> nn.Module:
     try:
         model = _build(config)
         model.load_state_dict(state, strict=True, assign=True)
+        _cast_buffers(model)
         note_provenance(model, read_provenance(config))
     except MALFORMED as error:
         raise CheckpointError(f"{path}: {CONFIG} does not describe the weights in {WEIGHTS}: {error}") from error
@@ -152,6 +153,13 @@ def load(folder: Folder, device: torch.device | str = "cpu") -> nn.Module:
     if config.get("pretrained_cfg"):
         family_of(model).set_usage(model, config["pretrained_cfg"])
     return model.to(device).eval()
+
+
+def _cast_buffers(model: nn.Module) -> None:
+    """Give what is in no file, such as tables of positions, the dtype of the weights, if they all have the same."""
+    dtypes = {p.dtype for p in model.parameters()}
+    if len(dtypes) == 1 and family_of(model).casts_buffers:
+        model.to(dtypes.pop())
 
 
 def _usage(family: Family, model: nn.Module) -> dict[str, Any]:
@@ -244,6 +252,7 @@ def _check_rebuild(model: nn.Module, config: dict[str, Any], state: dict[str, to
     _compare(model, rebuilt)
     try:
         rebuilt.load_state_dict(state, strict=True, assign=True)
+        _cast_buffers(rebuilt)
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"{CHANGED}: {error}") from error
     if not all(bool(tensor.isfinite().all()) for tensor in state.values()):

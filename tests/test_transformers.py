@@ -19,7 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import hiap
-from conftest import randomise
+from any_family import ragged as ragged_by_chance
+from conftest import SHARED, randomise
 from hiap.cli.main import main
 from hiap.models.family import logits_of
 from hiap.models.transformers import FAMILY, EncoderBlock
@@ -522,6 +523,28 @@ def test_dinov2_of_timm_with_the_same_weights_is_pruned_to_the_same_network(x: t
         assert close(one.forward_features(x), output.last_hidden_state, 1e-8)
         assert close(one(x), output.pooler_output, 1e-8)
     assert hiap.macs(hiap.extract(other, topology)) == hiap.macs(hiap.extract(model, topology))
+
+
+def test_a_trained_dinov2_pruned_here_equals_the_one_pruned_in_timm() -> None:
+    file = SHARED / "models/dinov2_small_tin126.safetensors"
+    if not file.exists():
+        pytest.skip("the trained DINOv2 is not here")
+    other = trained_model("vit_small_patch14_dinov2", str(file), True, {"img_size": 126, "global_pool": "token"})
+    other = other.double().eval()
+    config = transformers.Dinov2Config(hidden_size=384, num_attention_heads=6, image_size=126, num_labels=200)
+    model = transformers.Dinov2ForImageClassification(config).double().eval()
+    weights = {name: tensor for name, tensor in other.state_dict().items() if not name.startswith("head.")}
+    model.dinov2.load_state_dict(from_timm(weights, model.dinov2))
+    with torch.no_grad():  # the classifier of Transformers reads the mean of the patches besides the class token
+        model.classifier.weight.copy_(torch.cat([other.head.weight, torch.zeros_like(other.head.weight)], 1))
+        model.classifier.bias.copy_(other.head.bias)
+    topology = ragged_by_chance(model, 0)
+    images = torch.randn(2, 3, 126, 126, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert hiap.macs(other.double()) + 200 * 384 == hiap.macs(model)
+    with torch.no_grad():
+        for one, two in ((other, model), (hiap.extract(other, topology), hiap.extract(model, topology))):
+            assert close(one.forward_features(images), two.dinov2(images).last_hidden_state, 1e-8)
+            assert close(one(images), two(images).logits, 1e-8)
 
 
 def from_timm(weights: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:

@@ -19,13 +19,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import hiap
+from any_family import it_can_be_timed
 from any_family import ragged as ragged_by_chance
 from conftest import SHARED, randomise
 from hiap.cli.main import main
 from hiap.models.family import logits_of
 from hiap.models.transformers import FAMILY, EncoderBlock
 from hiap.models.weights import trained_model
-from hiap.speed.bench import bench, dense_like
+from hiap.speed.bench import dense_like
 from runs import noise_data, pruned_twice
 
 transformers = pytest.importorskip("transformers", reason="Transformers is not installed")
@@ -229,6 +230,10 @@ def test_bare_models_say_which_class_has_a_classifier() -> None:
         hiap.InputError, match=r"a CLIPVisionModel has no classifier: .* as a CLIPForImageClassification"
     ):
         FAMILY.set_classes(make("clip_bare"), 3)
+    with pytest.raises(
+        hiap.InputError, match="a DINOv3ViTModel has no classifier: Transformers has no such class with"
+    ):
+        FAMILY.set_classes(make("dinov3"), 3)
 
 
 def test_a_new_classifier_has_the_shape_that_the_class_gives_it(x: torch.Tensor) -> None:
@@ -239,7 +244,7 @@ def test_a_new_classifier_has_the_shape_that_the_class_gives_it(x: torch.Tensor)
         assert hiap.extract(model, ragged(model))(x).logits.shape == (3, 7)
 
 
-@pytest.mark.parametrize("case", ["vit", "clip"])
+@pytest.mark.parametrize("case", ["vit", "clip", "swiglu"])
 def test_a_run_prunes_it_and_can_be_resumed(case: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = getattr(transformers, CASES[case][0])(CASES[case][1](num_channels=1))
@@ -262,9 +267,9 @@ def test_parameters_that_no_logit_depends_on_are_left_alone(case: str, x: torch.
     assert all((p.grad is None) is not p.requires_grad for p in model.parameters())
 
 
-def test_it_can_be_timed() -> None:
-    rows = bench({"dense": make("siglip").float()}, torch.device("cpu"), [2], ["fp32"], ["eager"], 1, 2)
-    assert [row.macs for row in rows] == [hiap.macs(make("siglip"))] * 2
+@pytest.mark.parametrize("case", ["siglip", "swiglu", "dinov3_glu", "stages"])
+def test_it_can_be_timed(case: str) -> None:
+    it_can_be_timed(make(case))
 
 
 def test_a_mask_of_tokens_is_heeded(x: torch.Tensor) -> None:
@@ -450,6 +455,15 @@ class TestFolder:
         assert FAMILY.input_shape(found) == (3, 24, 24) and 2 * hiap.macs(found) == flops(found, images[:1])
         if case != "clip":  # whose classifier does not pass the option on
             assert torch.allclose(found(images).logits, model(images, **how).logits, atol=1e-5)
+
+    def test_dinov3_comes_bare_and_for_any_image_size(self, tmp_path: Path) -> None:
+        model = self.saved("dinov3", tmp_path)
+        found: Any = trained_model(f"hf:{tmp_path}", None, True, {"img_size": 24}).eval()
+        images = torch.randn(2, 3, 24, 24)
+        assert type(found) is type(model) and FAMILY.classes(found) == 0
+        assert FAMILY.input_shape(found) == (3, 24, 24) and 2 * hiap.macs(found) == flops(found, images[:1])
+        assert torch.equal(found(images).pooler_output, model(images).pooler_output)
+        assert torch.allclose(hiap.optimize(found)(images), model(images).pooler_output, atol=1e-4)
 
     def test_a_run_of_the_command_line_prunes_it(self, photos: Path, tmp_path: Path) -> None:
         self.saved("vit", tmp_path / "hf", image_mean=[0.5] * 3, image_std=[0.5] * 3)

@@ -67,6 +67,20 @@ def test_the_configuration_has_the_widths_of_every_layer_in_words_of_transformer
     assert "auto_map" not in config and [path.suffix for path in tmp_path.glob("*.py")] == []
 
 
+def test_names_of_classes_come_along(tmp_path: Path) -> None:
+    hiap.save(pruned("vit"), tmp_path, class_names=list("abcde"))
+    assert read("vit", tmp_path).config.id2label == dict(enumerate("abcde"))
+
+
+@pytest.mark.parametrize("case", ["dinov2", "clip", "siglip"])
+def test_a_classifier_of_no_classes_stays_one(case: str, tmp_path: Path) -> None:
+    model = make(case)
+    FAMILY.set_classes(model, 0)
+    compact = hiap.extract(model, ragged(model))
+    compact.save_pretrained(tmp_path)
+    assert torch.equal(read(case, tmp_path)(IMAGES).logits, compact(IMAGES).logits)
+
+
 def test_a_model_pruned_twice_keeps_the_record_of_its_dense_model(tmp_path: Path) -> None:
     pruned("dinov2").save_pretrained(tmp_path / "one")
     first = trained_model(f"hf:{tmp_path / 'one'}", None, True, {}).double().eval()

@@ -51,9 +51,12 @@ class _Pruned:
     def __post_init__(self, **kwargs: Any) -> None:
         while _before_use:
             _before_use.pop()()
-        for name in _SAVED:
-            kwargs.pop(name, None)
+        saved = {name: kwargs.pop(name, None) for name in _SAVED}
         super().__post_init__(**kwargs)  # type: ignore[misc]
+        config: Any = self
+        names = saved["class_names"]
+        if names and len(names) == config.num_labels:
+            config.id2label, config.label2id = dict(enumerate(names)), {name: i for i, name in enumerate(names)}
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, and the widths of the layers in the words of Transformers as well."""

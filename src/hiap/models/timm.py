@@ -37,6 +37,11 @@ __all__ = ["TIMM", "TimmFamily", "check_units", "entry_point", "preprocessing_of
 # nn.Module types every attribute as Tensor | Module; here the members of a model are known.
 ViT: TypeAlias = Any
 
+_OTHERS = {  # what else is to say of timm's own classes
+    "NaFlexVit": ", and its images have any size, so that it has no fixed number of tokens and MACs",
+    "VisionTransformerRelPos": ", and a network of its own makes its relative positions, once for all images",
+    "VisionTransformerSAM": ", and its blocks attend in windows, with relative positions that multiply the queries",
+}
 _STEMS = (layers.PatchEmbed, layers.HybridEmbed)
 
 
@@ -61,7 +66,7 @@ class TimmFamily(Family):
                 "only the plain and the hybrid patch embedding are counted and rebuilt exactly",
                 "an exact count and a recipe for this stem",
             )
-        if not isinstance(model.attn_pool, _pools()):
+        if not isinstance(getattr(model, "attn_pool", None), _pools()):
             refuse("attn_pool", model.attn_pool, "its cost is not known", "an exact MAC count for this pool")
         _classifiers(model)
 
@@ -79,9 +84,7 @@ class TimmFamily(Family):
 
     def refuse_class(self, model: nn.Module) -> NoReturn:
         """Say why a model is not of this family."""
-        reason = "it is not a timm VisionTransformer"
-        if any("relpos" in type(m).__name__.lower() for m in model.modules()):
-            reason += ", and its relative position bias belongs to the heads"
+        reason = "it is not a timm VisionTransformer" + _OTHERS.get(type(model).__name__, "")
         refuse("the model", model, reason, "an adapter that names this family's attention and MLP layers")
 
     def stem(self, model: ViT) -> nn.Module:
@@ -110,7 +113,7 @@ class TimmFamily(Family):
         macs = 0 if isinstance(proj, nn.Identity) else (n - model.num_prefix_tokens) * proj.weight.numel()
         macs += _backbone_macs(model.patch_embed, self.input_shape(model, size))
         pooled = 1
-        if model.attn_pool is not None:
+        if getattr(model, "attn_pool", None) is not None:
             macs += _pool_macs(model.attn_pool, n if self._pools_prefix(model) else n - model.num_prefix_tokens)
         elif not model.global_pool:
             pooled = n  # the classifier runs on every token
@@ -138,7 +141,7 @@ class TimmFamily(Family):
         embed = model.patch_embed
         if type(embed) is not layers.PatchEmbed or not isinstance(embed.norm, nn.Identity):
             return None
-        if model.dynamic_img_size or embed.dynamic_img_pad:
+        if getattr(model, "dynamic_img_size", False) or embed.dynamic_img_pad:
             return None
         proj, (rows, columns) = embed.proj, embed.grid_size
         zero = proj.weight.new_zeros(1, *((rows * columns,) if embed.flatten else (rows, columns)), model.embed_dim)
@@ -148,7 +151,8 @@ class TimmFamily(Family):
         size, patch = self.input_shape(model)[1:], tuple(proj.kernel_size)
         stem = Stem(proj.weight.flatten(1), table, size, patch, model.num_prefix_tokens)
         model.patch_embed = nn.Identity()
-        return stem if isinstance(model.norm_pre, nn.Identity) else nn.Sequential(stem, model.norm_pre)
+        norm_pre = getattr(model, "norm_pre", None)
+        return stem if isinstance(norm_pre, nn.Identity | None) else nn.Sequential(stem, norm_pre)
 
     def tokens_read(self, model: ViT) -> int | None:
         return int(model.num_prefix_tokens) if model.global_pool == "token" else None
@@ -304,7 +308,8 @@ def _restored(block: compact.Block) -> nn.Module:
 def check_units(name: str, block: ViT, linears: Iterable[str]) -> None:
     """Refuse a block of timm with a norm between units and the layer that reads them, or with odd Linears."""
     between = "a norm between the units and the layer that reads them changes when a unit goes"
-    for owner, member in (("attn", block.attn.norm), ("mlp", block.mlp.norm)):
+    none = nn.Identity()
+    for owner, member in (("attn", getattr(block.attn, "norm", none)), ("mlp", getattr(block.mlp, "norm", none))):
         if not isinstance(member, nn.Identity) and not isinstance(block.mlp, GeGluMlp):  # which is before the units
             refuse(
                 f"{name}.{owner}.norm", member, between, "a model without this norm (scale_attn_norm, scale_mlp_norm)"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import timm.layers as layers
 import torch
@@ -23,22 +23,35 @@ from hiap.models.timm import TimmFamily, check_units
 from hiap.models.timm_eva_recipe import build_eva, describe_eva
 from hiap.models.timm_recipe import mlp_ratio_of
 from hiap.nn.compact import Attention, Block, GluMlp, Mlp, Widths, is_glu
+from hiap.nn.position_bias import PositionBias
 from hiap.nn.rotary import Rope, Rotary
 
-__all__ = ["TIMM_EVA", "EvaFamily", "EvaSite", "RotaryBlock"]
+if TYPE_CHECKING:
+    from typing_extensions import Self  # in typing since Python 3.11
+
+__all__ = ["TIMM_EVA", "EvaFamily", "EvaSite", "RotaryBlock", "ShellBlock", "block_parts", "restored"]
 
 # nn.Module types every attribute as Tensor | Module; here the members of a model are known.
 ViT: TypeAlias = Any
 
 
-class RotaryBlock(Block):
-    """A block that `Eva` can call.
+class ShellBlock(Block):
+    """A block made from one of timm's `Eva` or `Beit`.
 
     Attributes:
         shell: the block it was made from, without weights, so that it can become one again; none once it was cut.
     """
 
     shell: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no part of the network
+
+    def of(self, block: nn.Module) -> Self:
+        """Note the block that this one was made from."""
+        self.shell = (without_values(block),)
+        return self.train(block.training)
+
+
+class RotaryBlock(ShellBlock):
+    """A block that `Eva` can call."""
 
     def forward(  # type: ignore[override]
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
@@ -85,7 +98,7 @@ class EvaFamily(TimmFamily):
         return EvaSite(self, name, block, model.embed_dim, widths, qk_norm, pairs, glu, per_head)
 
     def from_block(self, block: Block) -> nn.Module:
-        return _from_block(block) if isinstance(block, RotaryBlock) and block.shell else block
+        return restored(block) if isinstance(block, ShellBlock) and block.shell else block
 
     def _pools_prefix(self, model: ViT) -> bool:
         return True
@@ -147,31 +160,39 @@ def _widths(name: str, block: ViT) -> Widths:
 
 
 def _to_block(block: ViT, pairs: str | None, per_head: bool) -> RotaryBlock:
+    heads, width = block.attn.num_heads, block.attn.head_dim
+    rotary = None if pairs is None else Rotary(heads, width, width, pairs, per_head).to(block.norm1.weight.device)
+    return RotaryBlock(*block_parts(block, width, rotary)).of(block)
+
+
+def block_parts(
+    block: ViT, width: int, rotary: Rotary | None = None, position: PositionBias | None = None
+) -> tuple[Any, ...]:
+    """What a `Block` is made of, from a block of timm's `Eva` or `Beit` with heads of this width."""
     attn, mlp, dim = block.attn, block.mlp, block.attn.proj.out_features
-    heads, width = attn.num_heads, attn.head_dim
+    heads = attn.num_heads
     qkv, fc1 = _qkv(attn), joined([mlp.fc1_g, mlp.fc1_x]) if isinstance(mlp, layers.SwiGLU) else mlp.fc1
-    rotary = None if pairs is None else Rotary(heads, width, width, pairs, per_head).to(attn.proj.weight.device)
+    same = nn.Identity()
     with torch.device("meta"):  # their Linears come at once
         new_attn = Attention(
             *(dim, heads, width, width, width, qkv.bias is not None, attn.proj.bias is not None),
-            *(attn.q_norm, attn.k_norm, attn.attn_drop, attn.proj_drop, rotary),
+            *(getattr(attn, "q_norm", same), getattr(attn, "k_norm", same), attn.attn_drop, attn.proj_drop),
+            *(rotary, position),
         )
         parts = (dim, 1, True, True, mlp.act, mlp.drop1, mlp.drop2)
         new_mlp = Mlp(*parts) if isinstance(mlp, layers.Mlp) else GluMlp(*parts, getattr(mlp, "gate_last", False))
     new_attn.qkv, new_attn.proj, new_mlp.fc1, new_mlp.fc2 = qkv, attn.proj, fc1, mlp.fc2
     scale1, scale2 = (_scale(gamma) for gamma in (block.gamma_1, block.gamma_2))
-    made = RotaryBlock(
+    return (
         *(block.norm1, new_attn, scale1, block.drop_path1),
         *(block.norm2, new_mlp, scale2, block.drop_path2),
     )
-    made.shell = (without_values(block),)
-    return made.train(block.training)
 
 
 def _qkv(attn: ViT) -> nn.Linear:
-    if attn.qkv is None:
+    if getattr(attn, "qkv", None) is None:
         return joined([attn.q_proj, attn.k_proj, attn.v_proj])
-    if not isinstance(attn, EvaAttention) or attn.q_bias is None:
+    if getattr(attn, "q_bias", None) is None:
         return cast(nn.Linear, attn.qkv)
     bias = torch.cat([attn.q_bias.detach(), attn.k_bias.to(attn.q_bias.device), attn.v_bias.detach()])
     return linear_of(attn.qkv.weight, nn.Parameter(bias, attn.q_bias.requires_grad), attn.training)
@@ -185,7 +206,7 @@ def _scale(gamma: nn.Parameter | None) -> nn.Module:
     return scale
 
 
-def _from_block(block: RotaryBlock) -> nn.Module:
+def restored(block: ShellBlock) -> nn.Module:
     """The block of timm that a converted one was made from, with its present weights."""
     shell: ViT = block.shell[0]
     attn, mlp = cast(Attention, block.attn), cast(Mlp, block.mlp)
@@ -199,7 +220,7 @@ def _from_block(block: RotaryBlock) -> nn.Module:
     old, parts = shell.attn, None
     if old.qkv is None:
         old.q_proj, old.k_proj, old.v_proj = parts = parted(attn.qkv, attn.split)
-    elif isinstance(old, EvaAttention) and old.q_bias is not None:
+    elif getattr(old, "q_bias", None) is not None:
         query, key, value = (part.detach().clone() for part in torch.split(attn.qkv.bias, attn.split))
         trained = attn.qkv.bias.requires_grad
         old.qkv = linear_of(cast(nn.Parameter, attn.qkv.weight), None, attn.training)
@@ -208,8 +229,11 @@ def _from_block(block: RotaryBlock) -> nn.Module:
         old.qkv = attn.qkv
     if parts is not None and isinstance(old, EvaAttention) and not _has_values(parts[1].bias):
         parts[1].bias = None  # type: ignore[assignment]  # timm's keys have none
-    old.proj, old.q_norm, old.k_norm = attn.proj, attn.q_norm, attn.k_norm
-    old.attn_drop, old.proj_drop = attn.attn_drop, attn.proj_drop
+    old.proj, old.attn_drop, old.proj_drop = attn.proj, attn.attn_drop, attn.proj_drop
+    if hasattr(old, "q_norm"):
+        old.q_norm, old.k_norm = attn.q_norm, attn.k_norm
+    if attn.position is not None:
+        old.relative_position_bias_table = attn.position.table
     if isinstance(shell.mlp, layers.SwiGLU):
         shell.mlp.fc1_g, shell.mlp.fc1_x = parted(mlp.fc1, [mlp.neurons, mlp.neurons])
     else:

@@ -178,7 +178,8 @@ def build_eva(recipe: Recipe) -> nn.Module:
         for block in model.blocks:
             block.mlp.act = ACTIVATIONS[act]()
     if model.rope is not None:  # its buffers are in no file
-        model.rope.to_empty(device="cpu").init_non_persistent_buffers()
+        with torch.device("cpu"):
+            model.rope.to_empty(device="cpu").init_non_persistent_buffers()
     set_drop_path(model, recipe)
     return model  # type: ignore[no-any-return]
 

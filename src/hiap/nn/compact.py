@@ -4,8 +4,9 @@ A block has a norm, a branch, a layer scale and a drop path, twice (`norm1`, `at
 `mlp`, ...); its Linears are `attn.qkv`, `attn.proj`, `mlp.fc1` and `mlp.fc2`. timm's blocks have the same names.
 A branch is a full module, a `Constant` (all units gone: only the bias is left) or None (gone).
 
-Two parts are optional: `Attention` turns queries and keys by rotary positions where it has a `Rotary`, and `GluMlp` is
-an MLP whose neurons are each multiplied by a gate that is computed from the input.
+Some parts are optional: `Attention` turns queries and keys by rotary positions where it has a `Rotary`, and adds
+relative positions to the scores where it has a `PositionBias`. `GluMlp` is an MLP whose neurons are each multiplied
+by a gate that is computed from the input.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hiap.nn.position_bias import PositionBias
 from hiap.nn.rotary import Rope, Rotary
 
 __all__ = ["Attention", "Block", "Constant", "GluMlp", "Mlp", "Widths", "has_bias", "is_glu", "shrink_block"]
@@ -53,6 +55,7 @@ class Attention(nn.Module):
     Args:
         head_dim: the q/k width of the dense head, which sets the softmax scale whatever `qk_dim` is now.
         rotary: turns queries and keys by the table that a forward is handed as `rope`.
+        position: what relative positions add to the scores.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Attention(nn.Module):
         attn_drop: nn.Dropout,
         proj_drop: nn.Module,
         rotary: Rotary | None = None,
+        position: PositionBias | None = None,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -80,6 +84,7 @@ class Attention(nn.Module):
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.rotary = rotary
+        self.position = position
         self.attn_drop = attn_drop
         self.proj = nn.Linear(num_heads * value_dim, dim, bias=proj_bias)
         self.proj_drop = proj_drop
@@ -94,6 +99,9 @@ class Attention(nn.Module):
         v = v.view(B, N, self.num_heads, self.value_dim).transpose(1, 2)  # (B, H, N, Dv)
         if self.rotary is not None:
             q, k = self.rotary(q, k, rope)
+        if self.position is not None:
+            bias = self.position().to(q.dtype)
+            attn_mask = bias if attn_mask is None else bias + attn_mask
         x = F.scaled_dot_product_attention(
             q,
             k,
@@ -239,6 +247,7 @@ def shrink_block(block: Block, dim: int, widths: Widths) -> Block:
         else:
             attn = cast(Attention, block.attn)
             rotary: Rotary | None = getattr(attn, "rotary", None)
+            position: PositionBias | None = getattr(attn, "position", None)
             new_attn = Attention(
                 dim,
                 widths.heads,
@@ -252,6 +261,7 @@ def shrink_block(block: Block, dim: int, widths: Widths) -> Block:
                 attn.attn_drop,
                 attn.proj_drop,
                 rotary and rotary.shrunk(widths.heads, widths.qk_dim),
+                position and position.shrunk(widths.heads),
             )
         if widths.neurons is None or (widths.neurons == 0 and not has_bias(block.mlp, "fc2")):
             norm2, ls2, drop_path2 = gone(), gone(), gone()

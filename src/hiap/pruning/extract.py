@@ -209,6 +209,7 @@ def _attention_cuts(block: BlockTopology, site: Site, new: Widths) -> dict[str, 
     keys = old.heads * old.qk_dim  # offset of k in qkv; v starts at twice that
     rows = torch.cat([queries, _shift(queries, keys), _shift(values, 2 * keys)])
     cuts = {"qkv.weight": (0, rows), "qkv.bias": (0, rows), "proj.weight": (1, values)}
+    cuts["position.table"] = (1, torch.tensor(block.heads))
     return cuts if site.pairs is None else cuts | {"rotary.dims": (0, queries)}
 
 

@@ -68,7 +68,8 @@ def _attend(attn: Attention, x: Tensor, tokens: int) -> Tensor:
     v = v.view(B, N, H, attn.value_dim).transpose(1, 2)
     if attn.rotary is not None:
         q, k = attn.rotary(q, k)
-    x = F.scaled_dot_product_attention(q, k, v, scale=attn.head_dim**-0.5)
+    mask = None if attn.position is None else attn.position()[:, :, :tokens].to(q.dtype)
+    x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=attn.head_dim**-0.5)
     x = attn.proj(x.transpose(1, 2).reshape(B, tokens, attn.split[2]))
     return x
 

@@ -1,4 +1,4 @@
-"""timm's rotary ViTs and its gated MLPs go all the way, like its plain ViTs."""
+"""timm's ViTs with rotary or relative positions, gated MLPs and hybrid stems go all the way, like its plain ones."""
 
 import copy
 import itertools
@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 from timm.layers import apply_rot_embed_cat
+from timm.models.beit import Beit
 from timm.models.eva import Eva
 from timm.models.vitamin import GeGluMlp
 from torch import nn
@@ -17,6 +18,7 @@ from torch import nn
 import any_family
 import hiap
 from conftest import randomise
+from hiap.budget.controller import Controller
 from hiap.models.registry import family_of, sites
 from hiap.nn.rotary import Rotary, by_dim, by_pair, padded_pairs
 from runs import noise_data, pruned_twice
@@ -34,6 +36,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "rope_mixed": ("vit_small_patch16_rope_mixed_ape_224", {}),  # a table for each head
     "rope_gap": ("vit_medium_patch16_rope_reg1_gap_256", {"drop_path_rate": 0.2, "proj_drop_rate": 0.1}),
     "sapiens2": ("vit_base_patch16_sapiens2", {"num_kv_heads": 4}),  # norms of queries and keys
+    "beit": ("beit_base_patch16_224", {}),  # relative positions of each head, biases of q and v alone
+    "beit_token": ("beitv2_base_patch16_224", {"global_pool": "token", "use_abs_pos_emb": True, "init_values": None}),
     # and VisionTransformers
     "plain_glu": ("vit_giant_patch14_dinov2", {}),
     "geglu": ("vit_tiny_patch16_224", {"mlp_layer": GeGluMlp, "act_layer": nn.GELU}),  # ViTamin's MLP
@@ -78,10 +82,8 @@ def test_extraction_and_the_count_of_macs_are_exact(kind: str, x: torch.Tensor) 
 def test_a_saved_model_comes_back(kind: str, x: torch.Tensor, tmp_path: Path) -> None:
     loaded = any_family.a_folder_holds_it(make(kind), x, tmp_path / "compact", kind != "sapiens2")
     saved = json.loads((tmp_path / "compact/config.json").read_text())
-    assert (
-        saved["family"] == ("timm" if kind in ("plain_glu", "geglu", "hybrid") else "timm_eva")
-        and loaded.num_classes == 7
-    )
+    assert saved["family"] == {Eva: "timm_eva", Beit: "timm_beit"}.get(type(loaded), "timm")
+    assert loaded.num_classes == 7
 
 
 def test_aligned_heads_compute_the_same(kind: str, x: torch.Tensor) -> None:
@@ -92,11 +94,9 @@ def test_the_optimised_network_has_the_same_logits(kind: str, x: torch.Tensor) -
     any_family.optimising_changes_nothing(make(kind), x, kind != "sapiens2")
 
 
-def test_it_can_be_timed(kind: str) -> None:
-    keys = (
-        2 * 32 if kind in ("dinov3_swiglu", "eva02", "eva", "rope_gap") else 0
-    )  # whose keys have no bias of their own
-    any_family.it_can_be_timed(make(kind), keys)
+@pytest.mark.parametrize(("kind", "keys"), [("dinov3_swiglu", 32), ("beit", 32), ("rope_mixed", 0), ("geglu", 0)])
+def test_it_can_be_timed(kind: str, keys: int) -> None:
+    any_family.it_can_be_timed(make(kind), 2 * keys)  # biases of keys that timm's blocks do not have
 
 
 @pytest.mark.parametrize("kind", ["dinov3_swiglu", "rope_mixed"])
@@ -130,13 +130,35 @@ def test_q_k_dims_go_in_pairs() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["dinov3", "eva02"])
-def test_a_run_prunes_it_and_can_be_resumed(kind: str, tmp_path: Path) -> None:
+def test_a_run_prunes_it_and_can_be_resumed(tmp_path: Path) -> None:
     half = [0.5, 0.5, 0.5]
-    whole, resumed = pruned_twice(make(kind).float(), noise_data(512, 16, 3), tmp_path, mean=half, std=half)
+    whole, resumed = pruned_twice(make("dinov3_swiglu").float(), noise_data(512, 16, 3), tmp_path, mean=half, std=half)
     loaded = hiap.load(tmp_path / "whole/compact")
     assert type(loaded) is Eva and 0 < hiap.macs(loaded) <= 0.6 * whole.record["dense_macs"]
     assert all(torch.equal(a, b) for a, b in zip(resumed.model.parameters(), whole.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("mode", ["importance", "gradient"])
+@pytest.mark.parametrize(("round_to", "share"), [(1, 0.93), (2, 0.93), (3, 0.97)])
+def test_a_budget_is_spent_on_whole_pairs(mode: str, round_to: int, share: float) -> None:
+    model = hiap.attach(make("dinov3_swiglu", depth=4).float(), ["qk_dim"])
+    cost = hiap.MacCost(model)
+    assert (
+        cost.total(hiap.expected_counts(model)) < hiap.macs(model) == cost.total(hiap.hard_counts(hiap.harden(model)))
+    )
+    target = share * hiap.macs(model)
+    controller = Controller(model, cost, target, round_to=round_to, mode=mode)
+    chance = torch.Generator().manual_seed(0)
+    for gate in hiap.gates(model):
+        gate.logit.data.copy_(torch.rand(gate.logit.shape, generator=chance) * 3 + 1)
+    controller.restore(torch.rand(controller.importance.shape, generator=chance).square(), 1)
+    controller.project(target, sharpness=1.0)
+    assert hiap.macs(model, round_to=round_to) <= target
+    topology = controller.decide()
+    topology.check(model)  # which refuses half a pair
+    assert any(0 < len(dims) < 8 for block in topology.blocks for dims in block.qk_dims)
+    hiap.set_topology(model, topology)
+    assert 0.98 * target <= hiap.macs(model) <= target
 
 
 def test_timm_reads_features_of_a_compact_model(x: torch.Tensor, tmp_path: Path) -> None:

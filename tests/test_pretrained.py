@@ -175,6 +175,9 @@ def test_an_edited_configuration_is_refused(tmp_path: Path) -> None:
             {"blocks": [{**config["blocks"][0], "heads": "1"}, *config["blocks"][1:]]},
             "heads must be a count; found '1'",
         ),
+        ({"blocks": 3}, "does not describe a pruned ViTForImageClassification: 'int' object is not iterable"),
+        ({"blocks": [{}, {}, {}]}, "does not describe a pruned ViTForImageClassification: .* missing 4 required"),
+        ({"skeleton": "x", "blocks": None}, "does not describe a pruned ViTForImageClassification: 'blocks'"),
         ({"topology": 3}, "does not describe a pruned ViTForImageClassification"),
     ):
         file.write_text(json.dumps({**config, **entry}))
@@ -203,6 +206,19 @@ model = AutoModelForImageClassification.from_pretrained({str(tmp_path)!r}).eval(
 assert torch.equal(model(images).logits, logits)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_lower_precision_leaves_what_is_no_weight_alone(tmp_path: Path) -> None:
+    pruned("dinov3").save_pretrained(tmp_path)
+    model = transformers.AutoModel.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    rotary = FAMILY.sites(model)[0].attention.rotary
+    assert (model.dtype, rotary.dims.dtype, model.rope_embeddings.inv_freq.dtype) == (
+        torch.bfloat16,
+        torch.int64,
+        torch.float32,
+    )
+    expected = pruned("dinov3")(IMAGES).pooler_output
+    assert close(expected, model(IMAGES.bfloat16()).pooler_output.double(), 0.1)
 
 
 def test_training_goes_on_after_loading(tmp_path: Path) -> None:

@@ -514,6 +514,16 @@ def test_without_the_package_the_command_that_installs_it_is_named(
             call()
 
 
+def test_a_version_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("vit")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
+    with pytest.raises(
+        hiap.ConfigError,
+        match=r'^models of Transformers need 5.22 or newer; found 4.57.1: pip install "hiap\[transformers\]"$',
+    ):
+        hiap.attach(model)
+
+
 def test_the_package_is_imported_for_its_own_models_alone() -> None:
     code = (
         "import sys, hiap, timm; hiap.attach(timm.create_model('vit_tiny_patch16_224')); assert {0} not in sys.modules"

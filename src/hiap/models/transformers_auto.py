@@ -28,8 +28,8 @@ class _Pruned:
 
     def __init__(self, config: Any, *inputs: Any, **options: Any) -> None:
         record = record_of(config)
-        made_with = record.get("skeleton", {})
-        if made_with.get("class") == type(self).__name__:
+        made_with = record.get("skeleton")
+        if isinstance(made_with, dict) and made_with.get("class") == type(self).__name__:
             options = {**{name: made_with[name] for name in _OPTIONS if name in made_with}, **options}
         super().__init__(config, *inputs, **options)  # type: ignore[call-arg]
         model: Any = self

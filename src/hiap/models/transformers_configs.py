@@ -40,8 +40,6 @@ _PARENTS = (
     "SiglipVisionConfig",
     "SiglipConfig",
 )
-
-
 _before_use: list[Callable[[], None]] = []
 
 
@@ -61,17 +59,20 @@ class _Pruned:
     def to_dict(self) -> dict[str, Any]:
         """Every field, and the widths of the layers in the words of Transformers as well."""
         found: dict[str, Any] = super().to_dict()  # type: ignore[misc]
-        blocks = found.get("blocks") or []
+        blocks = found.get("blocks")
+        if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+            return found  # a file that was edited, which is refused once a model is made of it
         return {**found, "per_layer_config": {str(i): _in_words(block) for i, block in enumerate(blocks)}}
 
 
 def _in_words(block: Mapping[str, Any]) -> dict[str, Any]:
     """The widths of a block by the names that they have in configurations of Transformers."""
-    skipped = [name for name, units in (("attention", "heads"), ("mlp", "neurons")) if block[units] is None]
+    skipped = [name for name, units in (("attention", "heads"), ("mlp", "neurons")) if block.get(units) is None]
     words: dict[str, Any] = {"skip": skipped} if skipped else {}
-    if block["heads"] is not None:
-        words |= {"num_attention_heads": block["heads"], "head_dim": block["qk_dim"], "v_head_dim": block["value_dim"]}
-    if block["neurons"] is not None:
+    if "attention" not in skipped:
+        names = {"num_attention_heads": "heads", "head_dim": "qk_dim", "v_head_dim": "value_dim"}
+        words |= {name: block.get(width) for name, width in names.items()}
+    if "mlp" not in skipped:
         words["intermediate_size"] = block["neurons"]
     return words
 
@@ -88,9 +89,9 @@ def pruned_config(parent: Any) -> Any:
 
 
 def pruned_configs() -> list[Any]:
-    """All such classes of the Transformers that is installed."""
+    """All such classes of the Transformers that is installed; an old one lacks some."""
     library = importlib.import_module("transformers")
-    return [pruned_config(getattr(library, name)) for name in _PARENTS]
+    return [pruned_config(getattr(library, name)) for name in _PARENTS if hasattr(library, name)]
 
 
 def register_configs(before_use: Callable[[], None]) -> None:

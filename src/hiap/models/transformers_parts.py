@@ -49,6 +49,7 @@ __all__ = [
 ViT: TypeAlias = Any
 
 INSTALL = 'pip install "hiap[transformers]"'
+OLDEST = (5, 22)  # as in pyproject.toml: layers of older versions have other members, and return tuples
 
 
 @dataclass(frozen=True)
@@ -105,15 +106,20 @@ def library() -> Any:
     """Transformers.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: it is not installed, or too old.
     """
     try:
-        return importlib.import_module("transformers")
+        found = importlib.import_module("transformers")
     except ImportError as error:
         raise ConfigError(f"models of Transformers need the package transformers: {INSTALL}") from error
+    if tuple(int(part) for part in found.__version__.split(".")[:2]) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise ConfigError(f"models of Transformers need {oldest} or newer; found {found.__version__}: {INSTALL}")
+    return found
 
 
 def check_class(model: nn.Module) -> None:
+    """Refuse a model whose class is not known."""
     known = [getattr(library(), name, ()) for name in CLASSES]
     if any(isinstance(model, cls) for cls in known):
         return

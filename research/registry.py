@@ -54,7 +54,7 @@ def _tuple(found: str | tuple[str, ...]) -> tuple[str, ...]:
 
 def torch_macs(model: torch.nn.Module) -> int:
     image = torch.zeros(1, *family_of(model).input_shape(model), device="meta")
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model.eval()(image)
     return counter.get_total_flops() // 2
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import hiap
+import registry
 from conftest import make
 from hiap.models.registry import sites
 from hiap.models.weights import create_model
@@ -182,3 +183,21 @@ def test_the_page_of_families_says_what_is_refused(example: str, reason: str) ->
     for use in (hiap.attach, hiap.macs):
         with pytest.raises(hiap.UnsupportedModelError, match=re.escape(reason)):
             use(model)
+
+
+def test_the_registry_script_groups_refusals_by_reason() -> None:
+    small = {"img_size": 32, "embed_dim": 24, "depth": 2, "num_heads": 3}
+    with torch.device("meta"):
+        models = {
+            "plain": timm.create_model("vit_tiny_patch16_224", **small),
+            "hybrid": timm.create_model("vit_tiny_r_s16_p8_224", **small),
+            "one": timm.create_model("vit_tiny_patch16_224", scale_mlp_norm=True, **small),
+            "two": timm.create_model("vit_small_patch16_224", scale_mlp_norm=True, **small),
+        }
+    found = registry.sorted_out(iter(models.items()), recipes=True)
+    between = "a norm between the units and the layer that reads them changes when a unit goes"
+    assert found == {
+        "accepted": ["plain", "hybrid"],
+        "wrong": [],
+        "refused": {f"blocks.*.mlp.norm is a LayerNorm: {between}": ["one", "two"]},
+    }

@@ -27,7 +27,7 @@ SMALL = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_head
 
 # kind -> (timm name, overrides). The names bring the attention, the MLP, the rotary positions and the tokens.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "dinov3": ("vit_small_patch16_dinov3", {}),  # halves, layer scale, four registers
+    "dinov3": ("vit_small_patch16_dinov3", {"global_pool": "token"}),  # halves, layer scale, four registers
     "dinov3_swiglu": ("vit_huge_plus_patch16_dinov3_qkvb", {}),  # fc1_g and fc1_x, biases of q and v alone
     "eva02": ("eva02_tiny_patch14_224", {}),  # separate q, k and v, packed gated MLP, mean of the tokens
     "eva": ("eva_giant_patch14_224", {}),  # no rotary positions
@@ -122,6 +122,10 @@ def test_a_head_without_q_k_dims_attends_uniformly(round_to: int, x: torch.Tenso
 
 def test_q_k_dims_go_in_pairs() -> None:
     model = make("dinov3")
+    topology = hiap.Topology.from_counts(model, heads=[2, [0, 1, 3]], qk_dims=[6, [2, 8, 0]])
+    assert topology.blocks[0].qk_dims == ((0, 1, 2, 4, 5, 6),) * 2  # the first three pairs
+    assert topology.blocks[1].qk_dims == ((0, 4), tuple(range(8)), ())
+    assert hiap.Topology.from_json(topology.to_json()) == topology
     with pytest.raises(hiap.TopologyError) as error:
         hiap.extract(model, hiap.Topology.from_counts(model, qk_dims=[8, [[0, 4, 1], 8, 8, 8]]))
     assert str(error.value) == (
@@ -172,6 +176,21 @@ def test_timm_reads_features_of_a_compact_model(x: torch.Tensor, tmp_path: Path)
     assert torch.equal(getter(x)[0], maps[1])
 
 
+def test_a_compact_model_takes_other_sizes_but_for_relative_positions(tmp_path: Path) -> None:
+    folder, x = tmp_path / "compact", torch.randn(1, 3, 24, 24, dtype=torch.float64)
+    for kind in ("dinov3", "beit"):
+        model = make(kind)
+        compact = hiap.extract(model, any_family.ragged(model, 1))
+        hiap.save(compact, folder)
+        if kind == "beit":
+            with pytest.raises(hiap.InputError) as error:
+                timm.create_model(f"local-dir:{folder}", img_size=24)
+            assert str(error.value) == "the relative positions of the model are for images of 16x16; found 24"
+        else:
+            larger = timm.create_model(f"local-dir:{folder}", img_size=24).eval()
+            assert torch.isfinite(larger(x)).all() and hiap.macs(larger) == any_family.counted(larger, x)
+
+
 @pytest.mark.parametrize("layout", ["adjacent", "halves"])
 @pytest.mark.parametrize("per_head", [False, True])
 def test_a_cut_head_turns_its_dims_as_the_whole_head_does(layout: str, per_head: bool) -> None:
@@ -193,6 +212,10 @@ def test_a_cut_head_turns_its_dims_as_the_whole_head_does(layout: str, per_head:
         turned = small(part, part, table)[0]
         reference = whole(q, k, table)[0][:, [0, 2]][..., index[0]] * (torch.tensor(index[0]) >= 0)
         assert torch.allclose(turned, reference, atol=1e-14)
+        each = [one.expand(2, heads if per_head else 1, tokens, dims) for one in table]  # a table for each image
+        assert torch.equal(small(part, part, (each[0], each[1]))[0], turned)
+        small.bake(table)
+        assert torch.equal(small(part[:, :, :3], part)[0], turned[:, :, :3])  # queries of the first tokens alone
 
 
 @pytest.mark.parametrize("layout", ["adjacent", "halves"])

@@ -30,6 +30,7 @@ from hiap.models.timm_recipe import NORMS, USAGE, build_vit, describe_vit, mlp_r
 from hiap.nn import compact
 from hiap.nn.compact import Widths
 from hiap.nn.gates import GatedLinear
+from hiap.nn.position_bias import PositionBias
 from hiap.nn.stem import Stem
 
 __all__ = ["TIMM", "TimmFamily", "check_units", "entry_point", "preprocessing_of"]
@@ -250,6 +251,9 @@ def entry_point(
     if num_classes is not None and num_classes != model.num_classes:
         model.reset_classifier(num_classes)
         model.__dict__.pop("class_names", None)
+    if img_size is not None and any(isinstance(module, PositionBias) for module in model.modules()):
+        height, width = TIMM.input_shape(model)[1:]
+        raise InputError(f"the relative positions of the model are for images of {height}x{width}; found {img_size}")
     if img_size is not None:
         model.set_input_size(img_size)
     result: nn.Module = FeatureGetterNet(model, out_indices) if features_only else model
@@ -354,8 +358,8 @@ def _backbone_macs(embed: ViT, shape: tuple[int, int, int]) -> int:
     """MACs of the convolutional network in a hybrid stem, counted by torch on the meta device; none in a plain stem."""
     if not isinstance(embed, layers.HybridEmbed):
         return 0
-    backbone = without_values(embed.backbone).to("meta").eval()
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
+    backbone = without_values(embed.backbone).to("meta").requires_grad_(False).eval()
+    with FlopCounterMode(display=False) as counter:
         backbone(torch.empty(1, *shape, device="meta"))
     return int(counter.get_total_flops() // 2)
 

@@ -233,7 +233,7 @@ def restored(block: ShellBlock) -> nn.Module:
     if hasattr(old, "q_norm"):
         old.q_norm, old.k_norm = attn.q_norm, attn.k_norm
     if attn.position is not None:
-        old.relative_position_bias_table = attn.position.table
+        old.relative_position_bias_table, old.relative_position_index = attn.position.table, attn.position.index
     if isinstance(shell.mlp, layers.SwiGLU):
         shell.mlp.fc1_g, shell.mlp.fc1_x = parted(mlp.fc1, [mlp.neurons, mlp.neurons])
     else:

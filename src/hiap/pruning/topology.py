@@ -90,7 +90,7 @@ class Topology:
             heads: how many (the first ones) or which; 0 leaves the bias of `proj`, None removes the branch.
             neurons: likewise; 0 leaves the bias of `fc2`, None removes the branch.
             value_dims: how many in every kept head, or a list with one entry (count or indices) a kept head.
-            qk_dims: likewise.
+            qk_dims: likewise. Where rotary positions pair them, a count means the first pairs.
 
         Raises:
             TopologyError: naming block and entry.
@@ -103,6 +103,10 @@ class Topology:
         entries = [
             {name: column[i] for name, column in columns.items() if column is not None} for i in range(len(dense))
         ]
+        for entry, site in zip(entries, sites(model), strict=True):
+            if "qk_dims" in entry and site.pairs is not None:
+                heads = _plain(entry.get("heads", site.widths.heads))
+                entry["qk_dims"] = _first_pairs(_plain(entry["qk_dims"]), heads, site)
         return cls._parse(entries, dense)
 
     @classmethod
@@ -189,6 +193,19 @@ class Topology:
         for i, (block, site) in enumerate(zip(self.blocks, sites(model), strict=True)):
             for head, kept in zip(block.heads or (), block.qk_dims, strict=True):
                 _check_pairs(f"block {i}, head {head}", kept, site)
+
+
+def _first_pairs(units: Any, heads: Any, site: Site) -> Any:
+    """The q/k dims of a block as they are given, but for counts: those become the dims of the first pairs."""
+    dims, pairs = site.widths.qk_dim, site.pairs
+
+    def first(one: Any) -> Any:
+        whole = pairs is None or not _is_int(one) or one % 2 or not 0 <= one < dims
+        return one if whole else [dim for dim in range(dims) if pair_of(dim, dims, pairs or "") < one // 2]
+
+    if _is_int(units):
+        units = [units] * (heads if _is_int(heads) else len(heads or ()))
+    return [first(_plain(one)) for one in units] if isinstance(units, Sequence) else units
 
 
 def _check_pairs(where: str, kept: Sequence[int], site: Site) -> None:

@@ -300,6 +300,30 @@ def test_hidden_states_are_those_of_the_dense_model_however_often_gates_come_and
     assert all(close(*both) for both in zip(tokens, found, strict=True))
 
 
+@pytest.mark.parametrize("case", ["dinov2", "dinov3"])
+def test_gradient_checkpointing_gives_the_same_gradients(case: str, x: torch.Tensor) -> None:
+    calls: list[Any] = []
+    model = make(case)
+    model.gradient_checkpointing_enable()
+    compact = hiap.extract(model, hiap.Topology.from_counts(model, heads=[1, 2, 3], neurons=[8, 16, 9]))
+    compact.gradient_checkpointing_enable()
+    FAMILY.open(model)
+    for one in (model.train(), compact.train()):
+        found = []
+        for site in FAMILY.sites(one):
+            site.module.register_forward_pre_hook(lambda *args: calls.append(args[0]))
+        for again in (True, False):
+            if not again:
+                one.gradient_checkpointing_disable()
+            calls.clear()
+            torch.manual_seed(0)
+            logits_of(one(x)).square().sum().backward()
+            found.append([p.grad.clone() for p in one.parameters() if p.grad is not None])
+            assert len(calls) == (6 if again else 3)
+            one.zero_grad()
+        assert all(close(*both) for both in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("case", ["stages", "stages_registers", "dinov3_stages"])
 def test_a_backbone_gives_the_feature_maps_of_its_stages(case: str, x: torch.Tensor) -> None:
     model = make(case)

@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -68,9 +68,20 @@ class EncoderBlock(Block):
 
     Attributes:
         layer: the layer it was made from, without weights, so that it can become one again; none once it was cut.
+        gradient_checkpointing: what is computed here is not kept for the gradients, but computed again.
     """
 
     layer: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no part of the network
+    gradient_checkpointing = False  # Transformers sets this, and the function that does it
+    _gradient_checkpointing_func: Callable[..., Any]
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        call = functools.partial(super().__call__, **options)
+        return (
+            self._gradient_checkpointing_func(call, *args)
+            if self.gradient_checkpointing and self.training
+            else call(*args)
+        )
 
     def forward(  # type: ignore[override]
         self,
@@ -123,6 +134,7 @@ def block_of(layer: ViT) -> Block:
     scales = [_Scale(scale.lambda1) if scale is not None else nn.Identity() for scale in (at("ls1"), at("ls2"))]
     paths = [copy.deepcopy(path) if path is not None else nn.Identity() for path in [at("drop_path")] * 2]
     made = EncoderBlock(at("norm1"), attn, scales[0], paths[0], at("norm2"), mlp, scales[1], paths[1])
+    vars(made).update({name: value for name, value in vars(layer).items() if "gradient_checkpointing" in name})
     made.layer, made.glu = (_without_values(layer),), kind is GluMlp
     return made.train(layer.training)
 

@@ -93,6 +93,7 @@ class Family(ABC):
     """
 
     name: str  # in config.json of saved models
+    casts_buffers = True  # buffers that are in no file are loaded in the dtype of the weights
 
     # -- what must be written ---------------------------------------------------------------------------------------
 
@@ -225,6 +226,10 @@ class Family(ABC):
         """What else config.json says, for other programs to read."""
         return {}
 
+    def note_record(self, model: nn.Module, record: Mapping[str, Any]) -> None:
+        """Keep with a compact model what it is rebuilt from, in the words of config.json. Here: nowhere."""
+        return None
+
     def versions(self) -> dict[str, str]:
         """Versions of the libraries that models of the family come from."""
         return {}
@@ -294,6 +299,8 @@ def logits_of(output: Any) -> Tensor:
     """The logits in what a forward returns: a tensor, or an object with one; of a bare backbone, its features."""
     if isinstance(output, Tensor):
         return output
+    if getattr(output, "feature_maps", None):
+        return cast(Tensor, output.feature_maps[-1])
     names = ("logits", "image_embeds", "pooler_output", "last_hidden_state")
     return cast(Tensor, next(found for name in names if (found := getattr(output, name, None)) is not None))
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hiap.errors import ConfigError, InputError
 from hiap.models.timm_weights import classes_in, guess_weights
-from hiap.models.transformers import PREFIX, hub_model
+from hiap.models.transformers_hub import PREFIX, hub_model
 
 __all__ = [
     "check_weights",

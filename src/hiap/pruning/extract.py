@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -129,6 +129,15 @@ def origin_of(source: nn.Module, topology: Topology) -> tuple[tuple[Widths, ...]
 def note_provenance(model: nn.Module, provenance: Provenance) -> None:
     """Keep with a compact model where it comes from."""
     model.hiap = provenance  # type: ignore[assignment]
+    family = family_of(model)
+    record = {
+        "blocks": [asdict(site.widths) for site in family.sites(model)],
+        "dense": [asdict(widths) for widths in provenance.dense],
+        "topology": provenance.topology.to_json(),
+        "skeleton": provenance.recipe,
+    }
+    record |= {name: getattr(provenance, name) for name in ("round_to", "logit_difference", "tolerance")}
+    family.note_record(model, record)
 
 
 def _recipe(model: nn.Module) -> Recipe:

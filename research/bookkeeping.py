@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from hiap.nn.compact import Widths
 from hiap.speed.clock import device_name
+from prune_tiny_imagenet import assignments
 from record import Record, append, read
 from report import timed
 
@@ -94,3 +96,18 @@ def epoch_seconds(lines: list[dict[str, Any]], longer: float) -> dict[str, float
     """Of each stage its fastest epoch, `longer` times as long as it was."""
     stages = dict.fromkeys(line["stage"] for line in lines)
     return {stage: longer * min(line["seconds"] for line in lines if line["stage"] == stage) for stage in stages}
+
+
+def label_free(options: argparse.Namespace) -> bool:
+    """Whether the runs learn features, and are scored by nearest neighbours."""
+    return bool(assignments(options.set).get("objective") == "features")
+
+
+def hiap_widths(options: argparse.Namespace, seed: int, final: bool | str) -> list[Widths]:
+    """What HiAP found in the run that is recorded with the same seed, at its best learning rate."""
+    tried = sorted(records_of(options, "hiap", False), key=lambda record: -record.top1)
+    best = [record.lr for record in tried]
+    for record in sorted(records_of(options, "hiap", final is not False), key=lambda record: record.lr not in best[:1]):
+        if record.seed == seed:
+            return [Widths(**one) for one in record.widths]
+    raise SystemExit(f"hiap_scratch trains HiAP's topology: run the method hiap with seed {seed} first")

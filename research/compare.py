@@ -39,16 +39,27 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import hiap
-from bookkeeping import best_rate, epoch_seconds, epochs_of, finished_record, like, records_of, setting, write
-from hiap.budget.controller import BudgetError, Target
-from hiap.budget.latency import LatencyTable
+from bookkeeping import (
+    best_rate,
+    epoch_seconds,
+    epochs_of,
+    finished_record,
+    hiap_widths,
+    label_free,
+    like,
+    records_of,
+    setting,
+    write,
+)
+from checks import check
+from hiap.budget.controller import BudgetError
 from hiap.data.sources import ByteData
 from hiap.models.registry import family_of, sites
 from hiap.nn.compact import Widths
@@ -65,9 +76,9 @@ from methods import (
     METHODS,
     OPTIONS,
     PEERS,
-    SCRATCH,
     TIMED,
     Peer,
+    accuracy,
     counted_macs,
     from_scratch,
     gated_run,
@@ -76,13 +87,17 @@ from prune_tiny_imagenet import BASE, STARTS, assignments, configuration, tenths
 from record import CLOCK, KEY, SPEED, Record, read
 from report import table
 
-KEPT = ("top1", "top1_before", "dense_macs", "expected_macs", "undecided", "soft_top1", "hard_top1")
-OF_SEARCH = {  # options that methods without a search do not read
-    *("keep_blocks", "granularities", "ratio", "min_heads", "min_value_dims", "min_neurons", "gate_mode", "gate_lr"),
-    *("gate_window", "freeze_at", "shrink", "start_logit", "tau_start", "tau_decay", "tau_floor", "noise_start"),
-    *("noise_end", "ramp_start", "ramp_end", "ramp_power", "sharp_start", "sharp_end", "lambda_macro", "lambda_micro"),
-}
-
+KEPT = (
+    "top1",
+    "top1_before",
+    "dense_top1",
+    "error",
+    "dense_macs",
+    "expected_macs",
+    "undecided",
+    "soft_top1",
+    "hard_top1",
+)
 CLOCKED = 12  # steps of an epoch that `clock` takes
 
 _DATA: dict[bool, ByteData] = {}
@@ -93,7 +108,8 @@ _DATA: dict[bool, ByteData] = {}
 
 def config_of(options: argparse.Namespace, method: str, lr: float, seed: int, epochs: int) -> Config:
     given: dict[str, Any] = {"target": options.target, "epochs": epochs, "lr": lr, "seed": seed, "eval_every": 1000}
-    given["distill_features"] = 0.0  # one distillation for all, and networks of Torch-Pruning are narrower
+    if not label_free(options):
+        given["distill_features"] = 0.0  # one distillation for all, and networks of Torch-Pruning are narrower
     if method in LEARNED:  # penalised gates are learned, not set
         given |= {"gate_mode": "gradient", "granularities": ["head", "ffn", "value_dim", "neuron"], "gate_lr": 2e-2}
         given |= {"freeze_at": 0.3, "align_heads": False}
@@ -114,7 +130,7 @@ def data_of(options: argparse.Namespace, config: Config, final: bool, device: to
         else:
             model = dense_model(config)
             sites(model)  # refuses what is no ViT
-            data = load_data(config, model, device)
+            data = load_data(replace(config, objective="labels"), model, device)  # nearest neighbours need them too
             if not isinstance(data, ByteData):
                 raise ValueError("all methods share images that are held in memory: data_device must be cuda or cpu")
             _DATA[final] = data if final else data.held_out()
@@ -145,6 +161,11 @@ def run_method(
         else:
             peer = peer_of(options, method, config, final, data, out)
             network, record, macs, search = peer.train(), peer.record, counted_macs(peer.run.phase.network, peer), 0.0
+            run = peer.run
+        if label_free(options) and final != CLOCK:
+            scores = {"top1": network, "dense_top1": run.context.dense()}
+            record |= {name: accuracy(run.context, model) for name, model in scores.items()}
+            record["error"] = run.context.scores(network.eval(), run.phase.teacher)["error"]
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     longer = steps / (data.train_size // config.batch_size)
     return {
@@ -159,18 +180,8 @@ def run_method(
 def peer_of(
     options: argparse.Namespace, method: str, config: Config, final: bool | str, data: ByteData, out: Path
 ) -> Peer:
-    make = PEERS.get(method) or (lambda peer: from_scratch(peer, hiap_widths(options, config, final)))
+    make = PEERS.get(method) or (lambda peer: from_scratch(peer, hiap_widths(options, config.seed, final)))
     return Peer(config, out, data, make)
-
-
-def hiap_widths(options: argparse.Namespace, config: Config, final: bool | str) -> list[Widths]:
-    """What HiAP found in the run that is recorded with the same seed, at its best learning rate."""
-    tried = sorted(records_of(options, "hiap", False), key=lambda record: -record.top1)
-    best = [record.lr for record in tried]
-    for record in sorted(records_of(options, "hiap", final is not False), key=lambda record: record.lr not in best[:1]):
-        if record.seed == config.seed:
-            return [Widths(**one) for one in record.widths]
-    raise SystemExit(f"{SCRATCH} trains HiAP's topology: run the method hiap with seed {config.seed} first")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -294,47 +305,6 @@ def add_options(go: argparse.ArgumentParser, function: Callable[[argparse.Namesp
     go.add_argument("--limit", type=int, default=50, help="images of a class in each tenth; fewer for a quick try")
     go.add_argument("--commit", help="to be recorded; that of the checkout by default")
     go.add_argument("--records", type=Path, required=True)
-
-
-def check(options: argparse.Namespace) -> None:
-    """Refuse what would fail, or mean something else, after hours."""
-    methods = options.methods.split(",")
-    for method in [*methods, *([options.like] if options.like else [])]:
-        if method not in METHODS:
-            raise ValueError(f"unknown method {method}; known: {', '.join(METHODS)}")
-    if any("torch_pruning" in method for method in methods):
-        if "distill_features" in assignments(options.set):
-            raise ValueError("--set distill_features does not go with Torch-Pruning, whose networks are narrower")
-        if find_spec("torch_pruning") is None:
-            raise ValueError(
-                "the methods of Torch-Pruning need it: pip install torch-pruning, or choose other --methods"
-            )
-    if not options.data.is_dir():
-        raise ValueError(f"--data {options.data} is no folder")
-    if not (options.weights or options.model):
-        raise ValueError("--weights FILE is missing: those of the dense start")
-    if TIMED in methods:
-        if methods != [TIMED] or not options.cost:
-            raise ValueError(f"{TIMED} has a target of its own: run it alone, with --cost TABLE")
-        if Target.parse(options.target).unit not in ("x", LatencyTable.load(options.cost).unit):
-            raise ValueError(
-                f"--target must be in the unit of the table, such as 1.8ms or 2.0x; found {options.target}"
-            )
-    elif options.cost or Target.parse(options.target).unit not in ("share", "macs"):
-        wrong = f"--cost {options.cost}" if options.cost else options.target
-        raise ValueError(f"--target must be in MACs, such as 50% or 0.6G, for all methods but {TIMED}; found {wrong}")
-    own = {"lr": "rates", "seed": "seeds", "epochs": "epochs", "target": "target", "data": "data", "model": "model"}
-    for name in assignments(options.set):
-        if name in own:
-            raise ValueError(f"--set {name} would contradict the records: use --{own[name]}")
-        if name == "dense_epochs":
-            raise ValueError(
-                "--set dense_epochs would give methods different starts: train it first and pass --weights"
-            )
-        if name in OF_SEARCH and not set(methods).isdisjoint(PEERS):
-            peers = ", ".join(method for method in methods if method in PEERS)
-            raise ValueError(f"--set {name} means nothing to {peers}: run it for the other --methods alone")
-    options.records.parent.mkdir(parents=True, exist_ok=True)
 
 
 def batch(options: argparse.Namespace, common: list[str], parser: argparse.ArgumentParser) -> None:

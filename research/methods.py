@@ -26,9 +26,11 @@ from hiap.nn.granularities import PAPER
 from hiap.pruning.count import expected_counts, macs_of_widths
 from hiap.training.config import Config
 from hiap.training.context import Context
+from hiap.training.features import FeatureObjective
 from hiap.training.loop import Run
 from hiap.training.objective import cost_terms, feasibility_terms
 from hiap.training.phases import Recover, Search, align
+from hiap.training.probes import embed_images, knn_top1
 from hiap.training.setup import model_arguments
 
 BATCHES = 26  # that one-shot rankings are estimated on
@@ -56,14 +58,14 @@ class Peer:
 
     def _phase(self, context: Context) -> Recover:
         phase = Recover(context, self.network(), self.objective.teacher, facts={})
-        self.record["top1_before"] = phase.scores()["top1"]
+        self.record["top1_before"] = accuracy(context, phase.network)
         return phase
 
     def train(self) -> nn.Module:
         self.run.begin()
         self.run.fit()
         network = self.run.phase.result()
-        self.record["top1"] = self.context.scores(network)["top1"]
+        self.record["top1"] = accuracy(self.context, network)
         return network
 
     @property
@@ -71,7 +73,9 @@ class Peer:
         return self.context.record
 
     def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """What the run minimises, for a ranking."""
+        """What units are ranked by: what the run minimises or, where it learns features, its probe."""
+        if isinstance(self.objective, FeatureObjective):
+            return self.objective.terms_and_probe(model, x)[1]
         return self.objective.weighted(self.objective.terms(model, x, y))
 
     @property
@@ -81,6 +85,20 @@ class Peer:
 
     def batches(self) -> Any:
         return islice(self.data.train(0, 0, self.config.batch_size, 0, 1), BATCHES)
+
+
+def accuracy(context: Context, model: nn.Module) -> float:
+    """Top-1 in percent; where features are learned, that of their nearest neighbours among the training images."""
+    training = model.training
+    model.eval()
+    if context.config.labelled:
+        top1 = context.scores(model, None)["top1"]
+    else:
+        batch, autocast = context.config.batch_size, context.accelerator.autocast
+        parts = (context.data.bank(batch), context.data.val(batch))
+        top1 = knn_top1(*(embed_images(model, part, autocast) for part in parts))
+    model.train(training)
+    return top1
 
 
 # -- penalties: gates are learned under them until they meet the target, then cut to it by their rank -----------------

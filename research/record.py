@@ -39,8 +39,11 @@ class Record:
         device: name of the GPU or CPU.
         torch: version of PyTorch.
         commit: commit of the code that ran.
-        top1: top-1 accuracy after training (%).
+        top1: top-1 accuracy after training (%); of nearest neighbours where features are learned (objective=features).
         top1_before: top-1 of a network that is pruned first and trained then, before the training (%).
+        dense_top1: top-1 of the dense model, measured in the same way (%).
+        error: squared distance of the pooled output from the dense model's, in percent of its variance, on the images
+            that are scored on; where features are learned.
         soft_top1: top-1 at the freeze with the gates as they are (%).
         hard_top1: top-1 at the freeze with every gate open or closed (%).
         undecided: share of gates with a probability between 0.05 and 0.95 at the freeze.
@@ -74,6 +77,8 @@ class Record:
     commit: str | None = None
     top1: float | None = None
     top1_before: float | None = None
+    dense_top1: float | None = None
+    error: float | None = None
     soft_top1: float | None = None
     hard_top1: float | None = None
     undecided: float | None = None

@@ -49,6 +49,7 @@ CHOICES = {
     "gate_mode": "importance gradient",
     "precision": "fp32 bf16 fp16",
     "keep": "last best",
+    "objective": "labels features",
 }
 EPOCHS = 3  # of every run
 

@@ -186,7 +186,7 @@ def test_help_shows_the_usual_options_and_help_all_the_rest(capsys: pytest.Captu
     assert all(f"\n{title}:\n" in long for title in GROUPS.values())
     assert "--precision {fp32,bf16,fp16}" in short and "likewise" not in long
     assert max(map(len, short.split("examples:")[0].splitlines())) <= 80
-    assert len(FIRST) == 13 and "for ablations:" not in short
+    assert len(FIRST) == 14 and "for ablations:" not in short
 
 
 def test_options_for_ablations_come_last(capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,6 +112,16 @@ class TestReliability:
         topologies = [hiap.load(tmp_path / name / "compact").hiap.topology for name in ("one", "two")]
         assert topologies[0] == topologies[1]
 
+    def test_two_processes_learn_features(self, tmp_path: Path) -> None:
+        """Of the tokens alone, so that the last norm has no gradient but 0."""
+        options = ["objective='features'", "distill_features=None", "dense_epochs=0", "mixup=0.0", "pooled_weight=0.0"]
+        self.run(tmp_path / "run", *options, launcher="torchrun")
+        lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+        assert [line["stage"] for line in lines] == ["search", "search", "recover", "recover"]
+        assert all(line["loss"] == pytest.approx(line["tokens"]) for line in lines) and lines[-1]["error"] > 0
+        compact = hiap.load(tmp_path / "run/compact")
+        assert hiap.macs(compact) <= 0.6 * json.loads((tmp_path / "run/report.json").read_text())["dense_macs"]
+
     def test_a_signal_to_one_process_stops_both_and_the_run_goes_on(self, tmp_path: Path) -> None:
         out = tmp_path / "run"
         self.run(out, "dense_epochs=0", "--kill-step=search:4:SIGTERM:1", check=1, launcher="accelerate")

@@ -113,6 +113,35 @@ def test_widths_from_scratch_have_other_weights(start, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_backbones_are_compared_by_their_nearest_neighbours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split, count in (("train", 16), ("val", 4)):
+        for label in range(3):
+            (tmp_path / "data" / split / str(label)).mkdir(parents=True)
+            for i in range(count):
+                pixels = torch.full((16, 16, 3), 80 * label + i, dtype=torch.uint8)
+                Image.fromarray(pixels.numpy()).save(tmp_path / "data" / split / str(label) / f"{i}.png")
+    torch.manual_seed(0)
+    save_file(timm.create_model("test_vit", img_size=32, num_classes=0).state_dict(), tmp_path / "dense.safetensors")
+    own = ["--data", tmp_path / "data", "--weights", tmp_path / "dense.safetensors", "--model", "test_vit"]
+    own += ["--img-size", 32, "--records", tmp_path / "records.jsonl", "--epochs", 1, "--methods", "hiap,taylor"]
+    own += ["--seeds", 0, "--rates", "1e-4"]
+    for pair in ("objective=features", "precision=fp32", "data_device=cpu", "workers=0", "batch_size=16"):
+        own += ["--set", pair]
+    monkeypatch.setattr(sys, "argv", ["compare.py", "run", *map(str, own)])
+    monkeypatch.setattr(compare, "_DATA", {})
+    compare.main()
+    hiap_record, taylor = (json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines())
+    assert hiap_record["dense_top1"] == taylor["dense_top1"] > 50  # grey levels are easy; chance is a third
+    assert all(record["macs"] <= 0.5 * record["dense_macs"] for record in (hiap_record, taylor))
+    assert "top1_before" in taylor and min(hiap_record["error"], taylor["error"]) > 0
+    monkeypatch.setattr(sys, "argv", ["compare.py", "run", *map(str, own), "--methods", "torch_pruning_taylor"])
+    with pytest.raises(SystemExit, match="objective=features does not go with Torch-Pruning"):
+        compare.main()
+
+
+@pytest.mark.slow
 def test_a_comparison_is_run_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for split, count in (("train", 24), ("val", 4)):
         for label in range(3):

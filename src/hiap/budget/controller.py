@@ -84,9 +84,7 @@ class Controller:
         self.gradient = torch.zeros(size, device=device)
         self.importance = torch.zeros(size, device=device)
         self.observations = 0
-        if mode == "importance":
-            for gate, part in zip(self.all_gates, self._split(self.gradient), strict=True):
-                gate.gradient = part
+        self.listen(mode == "importance")
         self.widths = [site.widths for site in self.sites]
         self.dense_cost = cost.of_widths(model, self.widths)
         movable = [{kind for kind in kinds if self.weight[kind]} for kinds in self.kinds]
@@ -98,6 +96,11 @@ class Controller:
                 f"the ratio {ratio[0]:g}:{ratio[1]:g} allow {cost.say(self.low)} ({self.low / self.dense_cost:.1%}) up "
                 f"to {cost.say(self.dense_cost)} (100%, the dense model)"
             )
+
+    def listen(self, on: bool) -> None:
+        """Whether backward passes add to the gradients that `observe` takes in."""
+        for gate, part in zip(self.all_gates, self._split(self.gradient), strict=True):
+            gate.gradient = part if on else None
 
     def observe(self, reduce: Callable[[Tensor], Tensor] = lambda x: x, scale: float = 1.0) -> None:
         """Take in the gate gradients of one optimiser step. Those that are not finite (float16) change nothing.

@@ -1,11 +1,15 @@
-"""`hiap evaluate`: accuracy of a model on the validation images."""
+"""`hiap evaluate`: accuracy of a model on the validation images, or how good its features are."""
 
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
+from typing import Any
 
+from hiap.atomic import write_text
 from hiap.cli.arguments import add_config, positive
-from hiap.cli.lookup import compact_folder
+from hiap.cli.lookup import check_writable, compact_folder
 from hiap.errors import InputError
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
@@ -13,6 +17,7 @@ __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 HELP = "Accuracy of a saved compact model, or of a dense one, on the validation part of a data set."
 EXAMPLES = """examples:
   hiap evaluate runs/mine --data photos/
+  hiap evaluate runs/backbone --against dense --data photos/ --knn --linear-probe
   hiap evaluate --model deit_small_patch16_224 --data imagenet/
   hiap evaluate --model vit_tiny_patch16_224 --weights my.safetensors --img-size 128 --data photos/
 """
@@ -20,6 +25,8 @@ EXAMPLES = """examples:
 # Options of a configuration that are taken: for a dense model alone, and for any
 DENSE = ("model", "model_args", "weights", "pretrained", "img_size")
 INPUT = ("data", "val_split", "input_key", "target_key", "download", "workers", "strict_data", "mean", "std")
+USAGE = ("mean", "std", "interpolation", "crop_pct", "crop_mode")  # how images are made ready
+PROMPT = "a photo of a {}."
 
 
 def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
@@ -28,6 +35,14 @@ def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
     command.add_argument(
         "--batch-size", type=positive, default=None, help="images at a time (default 256, on a CPU 64)"
     )
+    command.add_argument("--out", dest="json", metavar="FILE", help="write the figures here, as JSON")
+    add = command.add_argument_group("features, instead of the classifier").add_argument
+    add("--knn", action="store_true", help="top-1 of the nearest training images, by cosine similarity")
+    add("--neighbours", type=positive, help="how many of them vote (default 20)")
+    add("--linear-probe", action="store_true", help="top-1 of a logistic regression on the training images")
+    add("--zero-shot", metavar="FOLDER", help="top-1 by the names of the classes; of a whole CLIP or SigLIP model")
+    add("--prompt", metavar="TEXT", help=f"the text of a class, for --zero-shot (default {PROMPT!r})")
+    add("--against", metavar="WHICH", help="compare with 'dense', the dense model of the run, or with another folder")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -36,25 +51,55 @@ def run(options: argparse.Namespace) -> int:
     import hiap
     from hiap.models.registry import family_of
     from hiap.training.config import read_config
-    from hiap.training.evaluate import evaluate
-    from hiap.training.setup import dense_model, load_data
+    from hiap.training.setup import dense_model
 
     given = {name: getattr(options, name) for name in (*DENSE, *INPUT) if getattr(options, name) is not None}
+    probes = options.knn or options.linear_probe or options.zero_shot is not None
     if (options.folder is None) == (options.model is None):
         raise InputError("give either a folder, or --model NAME")
     if options.folder is not None and (wrong := [name for name in DENSE if name in given]):
         raise InputError(f"--{wrong[0].replace('_', '-')} goes with --model; a folder is scored as it is")
+    for name, needed, there in (
+        ("against", "--knn, --linear-probe or --zero-shot", probes and options.folder is not None),
+        ("neighbours", "--knn", options.knn),
+        ("prompt", "--zero-shot", options.zero_shot is not None),
+    ):
+        if getattr(options, name) is not None and not there:
+            raise InputError(f"--{name} goes with {needed}" + (" and a folder" if name == "against" else ""))
+    check_writable(options.json)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = read_config(None, {"lambda_macro": 0.0, **given})  # what it would be pruned to does not matter
+    objective = {"objective": "features"} if probes else {}
+    config = read_config(
+        None, {"lambda_macro": 0.0, **objective, **given}
+    )  # what it would be pruned to does not matter
     if options.model:
-        model = dense_model(config).to(device).eval()
+        name, model = "dense", dense_model(config).to(device).eval()
     else:
-        model = hiap.load(compact_folder(options.folder), device)
-    family = family_of(model)
-    family.sites(model)  # refuses what cannot be pruned
-    classes = family.classes(model)
+        name, model = "compact", hiap.load(compact_folder(options.folder), device)
+    family_of(model).sites(model)  # refuses what cannot be pruned
+    batch = options.batch_size or (256 if device.type == "cuda" else 64)
+    if probes:
+        models = {name: model} if options.against is None else {**_other(options, device), name: model}
+        figures = _probed(options, config, models, batch, device)
+    else:
+        figures = _classified(config, model, batch, device)
+    if options.json:
+        write_text(options.json, json.dumps(figures, indent=1) + "\n")
+    return 0
+
+
+def _classified(config: Any, model: Any, batch: int, device: Any) -> dict[str, Any]:
+    """Print top-1 and top-5 of the classifier."""
+    from hiap.models.registry import family_of
+    from hiap.training.evaluate import evaluate
+    from hiap.training.setup import load_data
+
+    classes = family_of(model).classes(model)
     if classes == 0:
-        raise InputError(f"{config.weights or config.model} holds no classifier, so there is nothing to score")
+        raise InputError(
+            f"{config.weights or config.model} holds no classifier, so there is nothing to score but its features: "
+            "pass --knn or --linear-probe"
+        )
     config.model_args = {"num_classes": classes}
     data = load_data(config, model, device)
     if data.classes != classes:
@@ -63,6 +108,104 @@ def run(options: argparse.Namespace) -> int:
     if own and others and own != others:
         first = next((a, b) for a, b in zip(own, others, strict=True) if a != b)
         raise InputError(f"the model was trained on other classes: {first[0]!r} stands where the data has {first[1]!r}")
-    scores = evaluate(model, data, options.batch_size or (256 if device.type == "cuda" else 64))
+    scores = evaluate(model, data, batch)
     print(f"top-1 {scores['top1']:.2f} %  top-5 {scores['top5']:.2f} %  {scores['images']} images")
-    return 0
+    return dict(scores)
+
+
+def _probed(options: Any, config: Any, models: dict[str, Any], batch: int, device: Any) -> dict[str, Any]:
+    """Print what the features of each model are worth, side by side."""
+    from dataclasses import replace
+
+    from hiap.training import probes
+    from hiap.training.setup import load_data
+
+    config = replace(config, objective="labels")  # which are read here
+    neighbours = options.neighbours or probes.NEIGHBOURS
+    scores: dict[str, dict[str, float]] = {}
+    texts: Any = None
+    figures: dict[str, Any] = {"neighbours": neighbours, "temperature": probes.TEMPERATURE} if options.knn else {}
+    for name, model in models.items():
+        data = load_data(config, model, device)
+        queries = probes.embed_images(model, data.val(batch))
+        figures["images"] = len(queries[1])
+        found = scores[name] = {}
+        if options.knn or options.linear_probe:
+            if not hasattr(data, "bank"):
+                raise InputError(f"--data {config.data}: its training images cannot be read without augmentation")
+            bank = probes.embed_images(model, data.bank(batch))
+            figures["bank"] = len(bank[1])
+        if options.knn:
+            found["knn"] = probes.knn_top1(bank, queries, neighbours)
+        if options.linear_probe:
+            found["linear_probe"], decay = probes.linear_probe(bank, queries)
+            figures.setdefault("weight_decay", {})[name] = decay
+        if options.zero_shot is not None:
+            if not data.class_names:
+                raise InputError(
+                    f"--data {config.data}: the names of its classes are not known, which --zero-shot needs"
+                )
+            if texts is None:
+                texts = probes.class_texts(options.zero_shot, data.class_names, options.prompt or PROMPT, device)
+            if texts.shape[1] != queries[0].shape[1]:
+                raise InputError(
+                    f"the model gives {queries[0].shape[1]} features, the texts of {options.zero_shot} have "
+                    f"{texts.shape[1]}: they are of another model"
+                )
+            found["zero_shot"] = probes.zero_shot_top1(texts, queries)
+    _print(scores, figures)
+    return {**figures, **scores}
+
+
+def _print(scores: dict[str, dict[str, float]], figures: dict[str, Any]) -> None:
+    """A row for each kind of score, a column for each model."""
+    labels = {"knn": "kNN top-1", "linear_probe": "linear probe", "zero_shot": "zero-shot"}
+    if len(scores) > 1:
+        print(f"{'':14}" + "".join(f"{name:>12}" for name in scores))
+    for kind in next(iter(scores.values())):
+        values = [found[kind] for found in scores.values()]
+        change = f"  {values[-1] - values[0]:+.2f} points" if len(values) > 1 else ""
+        print(f"{labels[kind]:14}" + "".join(f"{value:>10.2f} %" for value in values) + change)
+    bank = f", {figures['bank']} training images" if "bank" in figures else ""
+    print(f"{figures['images']} validation images{bank}")
+
+
+def _other(options: argparse.Namespace, device: Any) -> dict[str, Any]:
+    """The model that a folder is compared with, by its name."""
+    import hiap
+    from hiap.models.registry import family_of
+    from hiap.training.config import read_config
+    from hiap.training.run_folder import CONFIG, load_dense
+    from hiap.training.run_folder import DENSE as WEIGHTS
+    from hiap.training.setup import dense_model
+
+    if options.against != "dense":
+        return {"other": hiap.load(compact_folder(options.against), device)}
+    compact = compact_folder(options.folder)
+    runs = [path for path in (Path(options.folder), compact.parent) if (path / CONFIG).is_file()]
+    if not runs:
+        raise InputError(
+            f"{options.folder} is not the folder of a run, so its dense model is not known: score it with --model NAME"
+        )
+    config = read_config(runs[0] / CONFIG)
+    model, own = dense_model(config), hiap.load(compact)
+    family = family_of(model)
+    if (runs[0] / WEIGHTS).is_file():  # it was trained first
+        family.set_classes(model, family.classes(own))
+        model.load_state_dict(load_dense(runs[0]))
+    _check_dense(runs[0], model)
+    shared = {name: value for name, value in family.usage(own).items() if name in USAGE}
+    family.set_usage(model, {**family.usage(model), **shared})  # both see the same images
+    return {"dense": model.to(device).eval()}
+
+
+def _check_dense(run: Path, model: Any) -> None:
+    """Refuse a dense model that is not the one that was pruned."""
+    from hiap.pruning.saving import digest_tensors
+
+    report = run / "report.json"
+    record = json.loads(report.read_text()) if report.is_file() else {}
+    if record.get("objective") == "features" and record["dense_digest"] != digest_tensors(model.state_dict()):
+        raise InputError(
+            f"the dense model that {run} names is not the one that was pruned: it came from Python or changed"
+        )

@@ -23,6 +23,7 @@ def run(options: argparse.Namespace) -> int:
     from hiap.pruning.count import macs_of_widths
     from hiap.pruning.extract import provenance_of
     from hiap.speed.deployed import read_speeds
+    from hiap.training.features import feature_width
 
     folder = compact_folder(options.folder)
     model = hiap.load(folder)
@@ -32,7 +33,8 @@ def run(options: argparse.Namespace) -> int:
     params = sum(p.numel() for p in model.parameters())
     print(f"MACs        {in_words(macs)}, {macs / dense:.1%} of {in_words(dense)}")
     print(f"parameters  {in_words(params)}")
-    print(f"classes     {family.classes(model)}")
+    classes = family.classes(model)
+    print(f"classes     {classes or f'none: a backbone with {feature_width(model)} features'}")
     print(f"checked     logits within {provenance.logit_difference:.1e} of the gated model's (relative)")
     for one in read_speeds(folder.parent / "report.json"):
         times = f"{one.dense_ms:.2f} ms dense, {one.compact_ms:.2f} ms compact, {one.comparison()}"

@@ -30,10 +30,12 @@ def report(result: Any, config: Config) -> None:
     cut, many = record["dense_macs"] / record["macs"], found[-1]
     share = many.dense_ms / many.compact_ms / cut
     print(f"realised: {share:.0%} of the MAC cut of {cut:.2f}x, at batch {many.batch}")
-    print(f"gates: soft top-1 {record['soft_top1_start']:.2f} % at step 0; at the freeze:")
+    metric = config.metric
+    start, soft, hard = (record[name.format(metric.key)] for name in ("soft_{}_start", "soft_{}", "hard_{}"))
+    print(f"gates: soft {metric.say(start)} at step 0; at the freeze:")
     print(
         f"  {record['undecided']:.0%} undecided; MACs soft {record['expected_macs']:.1%}, hard "
-        f"{record['hard_macs']:.1%}; top-1 soft {record['soft_top1']:.2f} %, hard {record['hard_top1']:.2f} %"
+        f"{record['hard_macs']:.1%}; {metric.label} soft {soft:.2f} %, hard {hard:.2f} %"
     )
     write_text(result.folder.parent / "report.json", json.dumps(record, indent=1) + "\n")
     if best := record.get("best"):
@@ -45,7 +47,7 @@ def report(result: Any, config: Config) -> None:
     split = "".join(f" --{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in given if value)
     print(f"saved in {result.folder}; next:")
     print(f"  hiap info {run}")
-    print(f"  hiap evaluate {run} --data {source}{split}")
+    print(f"  hiap evaluate {run} --data {source}{split}{'' if config.labelled else ' --knn'}")
     print(f"  hiap bench {run}")
 
 
@@ -57,9 +59,12 @@ def speed_note(found: Sequence[Speed]) -> str:
 
 def _rows(record: dict[str, Any], found: Sequence[Speed]) -> list[tuple[str, str, str, str]]:
     """The table: name, dense, compact, and how they compare."""
-    change = f"{record['top1'] - record['dense_top1']:+.2f} points"
     rows = [("", "dense", "compact", "")]
-    rows.append(("top-1", f"{record['dense_top1']:.2f} %", f"{record['top1']:.2f} %", change))
+    if "top1" in record:
+        change = f"{record['top1'] - record['dense_top1']:+.2f} points"
+        rows.append(("top-1", f"{record['dense_top1']:.2f} %", f"{record['top1']:.2f} %", change))
+    else:
+        rows.append(("feature error", "0.00 %", f"{record['error']:.2f} %", f"cosine {record['cosine']:.4f}"))
     for name, key in (("MACs", "macs"), ("parameters", "params")):
         dense, compact = record[f"dense_{key}"], record[key]
         rows.append((name, in_words(dense), in_words(compact), f"{compact / dense:.1%}"))

@@ -16,11 +16,13 @@ from timm.utils.misc import natural_key
 from hiap.data.images import mix_seed, named
 from hiap.errors import InputError
 
-__all__ = ["Files", "Listing", "folder_parts", "list_folder", "read_table", "split_off"]
+__all__ = ["Files", "Listing", "folder_parts", "list_folder", "list_images", "read_table", "split_off"]
 
 EXTENSIONS = (".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")  # of images, besides timm's own
 VALIDATION = ("val", "validation", "valid", "test")  # names of the validation part; the first found is taken
 HINT = "without a validation part, pass --val-split 0.1 to take a tenth of the training images"
+UNLABELLED = "unlabelled"  # the one class of images whose labels are not read
+SHARE, MOST = 0.1, 5000  # of such images, and how many at most, to validate on where nothing else is said
 Listing = list[tuple[str, str]]  # paths and the names of their classes
 
 
@@ -85,6 +87,30 @@ def list_folder(data: str, share: float | None) -> tuple[Files, Files]:
     val = _walk(os.path.join(data, parts[0]), data)
     class_names = _class_names(train, data)
     return Files(train, class_names, data), Files(_trained(val, class_names, data), class_names, data)
+
+
+def list_images(data: str, share: float | None) -> tuple[Files, Files]:
+    """The training and validation images of a folder whose classes, if it has any, do not matter.
+
+    It holds images, at any depth; or `train` with images and, to validate on, one of `val`, `validation`, `valid` and
+    `test`.
+
+    Args:
+        share: of the training images, to validate on; by default the validation folder or, where there is none, a
+            tenth (at most 5,000 images).
+
+    Raises:
+        ValueError: there are no two images.
+    """
+    folders = {entry.name for entry in os.scandir(data) if entry.is_dir()}
+    parts = [name for name in VALIDATION if name in folders] if "train" in folders else []
+    train = _walk(os.path.join(data, "train") if "train" in folders else data, data, labels=False)
+    if share is None and parts:
+        val = _walk(os.path.join(data, parts[0]), data, labels=False)
+        return Files(train, [UNLABELLED], data), Files(val, [UNLABELLED], data)
+    if len(train) < 2:
+        raise InputError(f"{data} must hold two images or more, to train and to validate on; found {len(train)}")
+    return _parted(train, [UNLABELLED], data, min(SHARE, MOST / len(train)) if share is None else share)
 
 
 def read_table(data: str, share: float | None) -> tuple[Files, Files]:
@@ -168,8 +194,8 @@ def split_off(labels: Sequence[int | str], share: float) -> tuple[list[int], lis
     return [i for i in range(len(labels)) if i not in taken], sorted(taken)
 
 
-def _walk(folder: str, root: str) -> Listing:
-    """The images below a folder, in timm's order; the name of an image's own folder is its class.
+def _walk(folder: str, root: str, labels: bool = True) -> Listing:
+    """The images below a folder, in timm's order; the name of an image's own folder is its class, if labels are read.
 
     Every directory is read once, so that links cannot lead in circles, and under its own name rather than that of a
     link. Only regular files count, since opening another kind might wait for ever. Hidden files and folders do not.
@@ -185,7 +211,8 @@ def _walk(folder: str, root: str) -> Listing:
         if (status.st_dev, status.st_ino) in seen:
             continue
         seen.add((status.st_dev, status.st_ino))
-        label, before = os.path.basename(place) if place != folder else "", len(found)
+        before = len(found)
+        label = UNLABELLED if not labels else os.path.basename(place) if place != folder else ""
         folders = []
         for entry in os.scandir(place):
             try:
@@ -203,10 +230,10 @@ def _walk(folder: str, root: str) -> Listing:
             empty.append(os.path.relpath(place, root))
     if not found:
         raise InputError(
-            f"--data {root!r} cannot be read: Found 0 images in the class folders of {folder}; the kinds are "
-            f"{', '.join(types)}"
+            f"--data {root!r} cannot be read: Found 0 images in {'the class folders of ' if labels else ''}{folder}; "
+            f"the kinds are {', '.join(types)}"
         )
-    if empty:
+    if empty and labels:
         warnings.warn(f"there is no image in {named(sorted(empty))}: no class is made of it", stacklevel=4)
     if stray:
         names = named(sorted(os.path.relpath(path, root) for path, _ in stray))

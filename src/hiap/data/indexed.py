@@ -68,6 +68,13 @@ class IndexedData:
             loader = self._load(self._val, batches)
             yield from deliver(loader, self.loading.device, filled=False, part=world > 1)
 
+    def bank(self, batch: int) -> Iterator[Batch]:
+        """The training images once, in their order, prepared as those of validation are."""
+        plain = _Images(self._train.dataset, self._val.change, self.loading)
+        keys = [(0, i) for i in range(self.train_size)]
+        batches = [keys[i : i + batch] for i in range(0, len(keys), batch)]
+        yield from deliver(self._load(plain, batches), self.loading.device, filled=False)
+
     def _load(self, dataset: _Images, batches: list[list[tuple[int, int]]]) -> DataLoader[Any]:
         return DataLoader(
             dataset,

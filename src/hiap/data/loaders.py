@@ -36,21 +36,29 @@ class LoaderData:
         train, val: the loaders; the one for training must have a length.
         classes: their number; by default that of the data set's `classes`, `class_to_idx` or labels.
         class_names: in the order of the labels; by default the data set's `classes`.
+        labels: whether they are read. Without, loaders may yield images alone.
 
     Raises:
         TypeError: these are no loaders.
         ValueError: the number of classes is not known.
     """
 
-    def __init__(self, train: Any, val: Any, classes: int | None = None, class_names: list[str] | None = None) -> None:
+    def __init__(
+        self,
+        train: Any,
+        val: Any,
+        classes: int | None = None,
+        class_names: list[str] | None = None,
+        labels: bool = True,
+    ) -> None:
         for name, loader in (("training", train), ("validation", val)):
             if not hasattr(loader, "__iter__") or isinstance(loader, Tensor | str | dict):
                 kind = type(loader).__name__
                 raise KindError(f"the {name} loader must yield (images, labels), as a DataLoader does; found {kind}")
         if not _sized(train):
             raise KindError("the training loader must have a length, so that an epoch has; give its data set one")
-        self._train, self._val = train, val
-        found, names = _classes(getattr(train, "dataset", None))
+        self._train, self._val, self._labels = train, val, labels
+        found, names = _classes(getattr(train, "dataset", None)) if labels else (1, None)
         self.class_names = class_names or (names if classes in (None, found) else None)
         known = len(self.class_names) if self.class_names else classes or found
         if known is None or classes not in (None, known):
@@ -152,6 +160,10 @@ class LoaderData:
             _set_random_state(own)
 
     def _checked(self, found: Any) -> Batch:
+        if not self._labels:
+            images = found[0] if isinstance(found, tuple | list) and found else found
+            count = len(images) if isinstance(images, Tensor) and images.ndim else 0
+            found = images, torch.zeros(count, dtype=torch.long)
         if not isinstance(found, tuple | list) or len(found) != 2:
             raise InputError(f"a loader must yield (images, labels); found {type(found).__name__}")
         images, labels = found

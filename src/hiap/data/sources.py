@@ -17,7 +17,7 @@ from timm.data import create_dataset
 from timm.utils.misc import natural_key
 from torch.utils.data import Subset
 
-from hiap.data.files import HINT, folder_parts, list_folder, read_table, split_off
+from hiap.data.files import HINT, folder_parts, list_folder, list_images, read_table, split_off
 from hiap.data.images import Augmentation, Loading, mix_seed
 from hiap.data.indexed import IndexedData, labels_of
 from hiap.data.interface import Data
@@ -42,7 +42,7 @@ SPLITS = ("train", "validation")
 KINDS = {"torch": "torchvision", "hfds": "datasets", "hfids": "datasets", "wds": "webdataset"}  # with their packages
 
 
-def check_source(data: str, val_split: float | None = None) -> None:
+def check_source(data: str, val_split: float | None = None, labels: bool = True) -> None:
     """Refuse a name that cannot be data. Nothing is read, so this comes before weights are fetched.
 
     Raises:
@@ -51,7 +51,8 @@ def check_source(data: str, val_split: float | None = None) -> None:
     if data == "digits":
         return
     if os.path.isdir(data) and not data.startswith(STREAMS):
-        folder_parts(data, val_split)
+        if labels:
+            folder_parts(data, val_split)
     elif Path(data).suffix.lower() == ".csv":
         if not os.path.isfile(data):
             raise InputError(f"--data {data!r}: there is no such file")
@@ -69,6 +70,7 @@ def open_data(
     input_key: str | None = None,
     target_key: str | None = None,
     download: bool = False,
+    labels: bool = True,
 ) -> Data:
     """The data of a name: "digits", a folder, a CSV file, or a data set of timm such as "torch/cifar10:ROOT".
 
@@ -79,6 +81,7 @@ def open_data(
             the data has.
         input_key, target_key: columns of a data set of the Hugging Face hub; `image` and `label` by default.
         download: fetch a data set of torchvision that is not there.
+        labels: whether they are read; a folder then needs no folders of classes, and no validation part.
     """
     held = (loading.size, loading.normalisation, loading.augmentation, loading.device, loading.seed)
     if (input_key or target_key) and not data.startswith(("hfds/", "hfids/")):
@@ -96,7 +99,7 @@ def open_data(
         return _open_stream(data, loading, hold, classes, val_split, keys)
     if os.path.isdir(data) or Path(data).suffix.lower() == ".csv":
         try:
-            read = list_folder if os.path.isdir(data) else read_table
+            read = read_table if not os.path.isdir(data) else list_folder if labels else list_images
             sets: Sequence[Any] = read(data, val_split)
         except OSError as error:
             raise InputError(f"--data {data!r} cannot be read: {error}") from error

@@ -222,6 +222,12 @@ class StreamData:
         loader = self._loader(share, batch, self._val.workers(self.loading.workers, world), self.loading.seed)
         yield from deliver(loader, self.loading.device, filled=False, part=world > 1)
 
+    def bank(self, batch: int) -> Iterator[Batch]:
+        """The training images once, prepared as those of validation are."""
+        share = _Share(self._train, self._plain, self.classes, self.loading)
+        loader = self._loader(share, batch, self._train.workers(self.loading.workers, 1), self.loading.seed)
+        yield from deliver(loader, self.loading.device, filled=False)
+
     def _loader(self, share: _Share, batch: int, workers: int, seed: int) -> DataLoader[Any]:
         return DataLoader(
             share,

@@ -46,10 +46,16 @@ _BY_TYPE = {
     **dict.fromkeys(("siglip", "siglip_vision_model"), "SiglipForImageClassification"),
 }
 _TOWERS = {"clip_vision_model": "CLIPVisionModel", "siglip_vision_model": "SiglipVisionModel"}
+_BARE = {  # by the type of the configuration, the class that gives features
+    "dinov2": "Dinov2Model",
+    "dinov2_with_registers": "Dinov2WithRegistersModel",
+    **dict.fromkeys(("clip", "clip_vision_model"), "CLIPVisionModelWithProjection"),
+    **dict.fromkeys(("siglip", "siglip_vision_model"), "SiglipVisionModel"),
+}
 _RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
 
-def hub_model(name: str, pretrained: bool, arguments: Mapping[str, Any]) -> nn.Module:
+def hub_model(name: str, pretrained: bool, arguments: Mapping[str, Any], features: bool = False) -> nn.Module:
     """The classifier in a folder that `save_pretrained` wrote, or of a name on the hub.
 
     A pruned model, and one of a kind that has no class with a classifier, comes as it is.
@@ -58,6 +64,8 @@ def hub_model(name: str, pretrained: bool, arguments: Mapping[str, Any]) -> nn.M
         name: "hf:FOLDER" or "hf:NAME".
         pretrained: load its weights. Where they hold no classifier, the model has 0 classes.
         arguments: `img_size`, to which positions are interpolated, and `num_classes`, for a model without weights.
+        features: the bare model is wanted where the class has one whose output is useful by itself: of CLIP and SigLIP
+            the image tower with its embedding, of DINOv2 the backbone.
 
     Raises:
         ConfigError: Transformers is missing or cannot make it, or the model is of a kind that cannot be pruned.
@@ -80,6 +88,8 @@ def hub_model(name: str, pretrained: bool, arguments: Mapping[str, Any]) -> nn.M
     try:
         if is_pruned(config):
             model = _load(pruned_class(getattr(hf, cls), config.__class__), where, config, pretrained)
+        elif features and config.model_type in _BARE:
+            model = _load_bare(hf, where, config, pretrained)
         elif config.model_type in _TOWERS:
             model = _load_tower(hf, cls, where, config, pretrained)
         else:
@@ -117,6 +127,15 @@ def _load(cls: Any, where: str, config: Any, pretrained: bool) -> ViT:
     if heads:
         FAMILY.set_classes(model, 0)
     return model
+
+
+def _load_bare(hf: Any, where: str, config: Any, pretrained: bool) -> ViT:
+    """The model without a classifier. A CLIP tower that was saved without its projection stays so."""
+    given, bare = (getattr(config, "architectures", None) or [""])[0], _BARE[config.model_type]
+    own = config.vision_config if hasattr(config, "vision_config") else config
+    if own is not config and hasattr(config, "projection_dim"):
+        own.projection_dim = config.projection_dim
+    return _load(getattr(hf, given if given == "CLIPVisionModel" else bare), where, own, pretrained)
 
 
 def _load_tower(hf: Any, cls: str, where: str, config: Any, pretrained: bool) -> ViT:

@@ -39,17 +39,22 @@ SHORT.maxdict = SHORT.maxlist = SHORT.maxtuple = 12
 SHORT.maxstring = SHORT.maxlong = SHORT.maxother = 80
 
 
-def trained_model(name: str, weights: str | None, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
+def trained_model(
+    name: str, weights: str | None, pretrained: bool, arguments: dict[str, Any], features: bool = False
+) -> nn.Module:
     """A model with its weights; its own number of classes, 0 where they hold no classifier.
 
     Args:
         name: of timm, or of torchvision with `torchvision:` before it.
         weights: a file. Without one, `pretrained` weights are fetched.
         arguments: what `timm.create_model` is given besides the name.
+        features: of Transformers, the bare model where its class has one (`hub_model`).
 
     Raises:
         ConfigError: timm cannot make it, or the weights cannot be had or do not fit.
     """
+    if name.startswith(PREFIX) and weights is None:
+        return hub_model(name, pretrained, arguments, features)
     if weights is not None and name.startswith(PREFIX):
         raise ConfigError(f"{name} comes with weights of its own; leave out --weights {weights}")
     if weights is not None:

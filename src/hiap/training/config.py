@@ -16,6 +16,7 @@ from hiap.budget.deploy import Deployment
 from hiap.budget.target import BudgetError, Target
 from hiap.errors import ConfigError, InputError
 from hiap.nn.granularities import GRANULARITIES, PAPER, present_name
+from hiap.training.metrics import ERROR, TOP1, Metric
 from hiap.training.options import CHOICES, TRACKERS, Options, help_of
 from hiap.training.yaml_files import SHORT, read_yaml, recipes
 
@@ -97,6 +98,8 @@ class Config(Options):
             "ramp_power",
         ):
             rules.append((name, "positive", (value := getattr(self, name)) is None or value > 0))
+        if self.objective == "features":
+            rules += self._feature_rules()
         for name in ("crop", "flip", "erase", "smoothing", "distill_weight", "ema", "min_value_dims", "min_neurons"):
             rules.append((name, share, 0 <= getattr(self, name) <= 1))
         chosen = self.granularities
@@ -147,22 +150,51 @@ class Config(Options):
             ),
         ]
 
+    def _feature_rules(self) -> list[tuple[str, str, bool]]:
+        """What else holds where features are learned, and no labels."""
+        alone = "with objective features"
+        weights = (self.tokens_weight, self.pooled_weight)
+        return [
+            *((name, "at least 0", getattr(self, name) >= 0) for name in ("tokens_weight", "pooled_weight")),
+            ("pooled_weight", "above 0 where tokens_weight is 0", max(weights) > 0),
+            ("teacher", f"'self' {alone}: the features are those of the dense model", self.teacher == "self"),
+            ("dense_epochs", f"0 {alone}: there are no labels to train the dense model with", not self.dense_epochs),
+            ("model_args", f"without patch_drop_rate {alone}: all tokens are compared", self._every_patch),
+            ("distill_features", f"left out {alone}: set tokens_weight", self.distill_features is None),
+            *((name, f"0 {alone}", getattr(self, name) == 0) for name in ("mixup", "cutmix", "smoothing")),
+        ]
+
+    @property
+    def labelled(self) -> bool:
+        """Whether labels are learned."""
+        return self.objective == "labels"
+
+    @property
+    def metric(self) -> Metric:
+        """What the run is judged by."""
+        return TOP1 if self.labelled else ERROR
+
     @property
     def features_weight(self) -> float:
         """The weight of the features, default or given."""
         if self.distill_features is not None:
             return self.distill_features
-        return 10.0 if self.target and self.distill_weight and self._comparable else 0.0
+        return 10.0 if self.labelled and self.target and self.distill_weight and self._comparable else 0.0
 
     @property
     def _comparable(self) -> bool:
         """Whether the teacher has the features of the model, token by token."""
-        return self.teacher == "self" and not self.model_args.get("patch_drop_rate")
+        return self.teacher == "self" and self._every_patch
+
+    @property
+    def _every_patch(self) -> bool:
+        """Whether the model sees all patches in training."""
+        return not self.model_args.get("patch_drop_rate")
 
     @property
     def taught(self) -> bool:
         """Whether there is a teacher to learn from."""
-        return self.teacher != "none" and (self.distill_weight > 0 or self.features_weight > 0)
+        return not self.labelled or (self.teacher != "none" and (self.distill_weight > 0 or self.features_weight > 0))
 
     @property
     def trained(self) -> bool:

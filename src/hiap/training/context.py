@@ -21,6 +21,7 @@ from hiap.nn.compact import Widths
 from hiap.pruning.count import macs_of_widths
 from hiap.training.config import Config
 from hiap.training.evaluate import evaluate
+from hiap.training.features import FeatureObjective, feature_scores
 from hiap.training.objective import Objective, Teacher
 from hiap.training.run_folder import RunFolder
 from hiap.training.setup import Setup, make_teacher
@@ -107,20 +108,28 @@ class Context:
 
     def objective(self, teacher: Teacher | None) -> Objective:
         """The loss of a batch, with a teacher or without."""
-        return Objective(self.config, teacher, self.accelerator.autocast, self.accelerator.unwrap_model)
+        kind = Objective if self.config.labelled else FeatureObjective
+        return kind(self.config, teacher, self.accelerator.autocast, self.accelerator.unwrap_model)
 
     def teacher(self, dense: nn.Module) -> Teacher | None:
         """The teacher of the run, if it has one; `dense` is the dense model on the device, as it is now."""
         return make_teacher(self.config, dense, self.parts.mean_std, self.parts.other_teacher)
 
-    def scores(self, model: nn.Module, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
+    def scores(
+        self, model: nn.Module, teacher: Teacher | None, stop: Callable[[], bool] = lambda: False
+    ) -> dict[str, float]:
         """Top-1 and top-5 of a model, in the mode it is in, and how many images were seen. Processes share the images.
+
+        Where features are learned: how far its pooled output is from the teacher's.
 
         Raises:
             Interrupted: `stop` said so.
         """
-        everyone = (self.sum, self.rank, self.world)
-        return evaluate(model, self.data, self.config.batch_size, self.accelerator.autocast, stop, *everyone)
+        how = (self.data, self.config.batch_size, self.accelerator.autocast, stop, self.sum, self.rank, self.world)
+        if self.config.labelled:
+            return evaluate(model, *how)
+        assert teacher is not None
+        return feature_scores(model, teacher, *how)
 
     def facts(self, widths: Sequence[Widths]) -> dict[str, Any]:
         """What a network of these widths has and costs."""

@@ -13,14 +13,14 @@ from hiap.data.interface import Data, val_part
 from hiap.errors import InputError
 from hiap.models.family import logits_of
 
-__all__ = ["Interrupted", "evaluate"]
+__all__ = ["Interrupted", "alone", "evaluate"]
 
 
 class Interrupted(Exception):  # noqa: N818 (nothing is wrong)
     """An evaluation that was asked to stop."""
 
 
-def _alone(counts: Tensor) -> Tensor:
+def alone(counts: Tensor) -> Tensor:
     """The sum over processes where there is one."""
     return counts
 
@@ -32,7 +32,7 @@ def evaluate(
     batch: int = 256,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     stop: Callable[[], bool] = lambda: False,
-    reduce: Callable[[Tensor], Tensor] = _alone,
+    reduce: Callable[[Tensor], Tensor] = alone,
     rank: int = 0,
     world: int = 1,
 ) -> dict[str, float]:

@@ -28,6 +28,7 @@ def inputs_record(context: Context) -> dict[str, Any]:
         "dense_macs": parts.dense_macs,
         "dense_params": sum(p.numel() for p in parts.model.parameters()),
         "lr": parts.lr,
+        "objective": context.config.objective,
         "dense_digest": digest_tensors(parts.model.state_dict()),
     }
     if parts.table is not None:

@@ -22,6 +22,7 @@ from hiap.training.config import Config
 from hiap.training.context import Context
 from hiap.training.evaluate import Interrupted
 from hiap.training.inputs import FORMAT, TABLE, check_inputs, course, inputs_record, kept_table
+from hiap.training.metrics import METRICS
 from hiap.training.out_of_memory import out_of_memory
 from hiap.training.phase import Phase
 from hiap.training.phases import Dense, Recover, Search, restore, score_dense
@@ -32,7 +33,13 @@ from hiap.training.signals import Signals
 
 __all__ = ["Result", "Run", "prune"]
 
-FACTS = ("top1", "hard_macs", "cost", "open_heads", "open_ffns")  # that the live line shows
+FACTS = (
+    *(metric.key for metric in METRICS),
+    "hard_macs",
+    "cost",
+    "open_heads",
+    "open_ffns",
+)  # that the live line shows
 
 
 def prune(
@@ -265,9 +272,10 @@ class Run:
         """Evaluate the pending epoch and write what is known of it; False if a signal came, and it is still pending."""
         assert self.pending is not None
         line, phase = dict(self.pending), self.phase
-        if "top1" not in line and (line["epoch"] % self.config.eval_every == 0 or phase.step >= phase.course_end):
+        key = self.config.metric.key
+        if key not in line and (line["epoch"] % self.config.eval_every == 0 or phase.step >= phase.course_end):
             try:
-                line["top1"] = self._score()
+                line[key] = self._score()
             except Interrupted:
                 return False
         phase.keep(line)
@@ -276,7 +284,7 @@ class Run:
         phase.facts |= {name: line[name] for name in FACTS if name in line}
         if self.folder is not None:
             self.folder.log(line)
-            if "top1" in line:
+            if key in line:
                 epochs = self.parts.dense_epochs if line["stage"] == Dense.name else self.config.epochs
                 self.progress.say(epoch_line({**line, "epochs": epochs}, self.config.target))
         if self.config.trackers:
@@ -285,13 +293,14 @@ class Run:
         return True
 
     def _score(self) -> float:
-        """Top-1 of the network as the pending epoch has left it.
+        """Top-1 or feature error of the network as the pending epoch has left it.
 
         Raises:
             Interrupted: a signal came. Several processes do not stop here: they could not agree where.
         """
         alone = self.context.world == 1
-        return self.phase.scores(stop=lambda: alone and self.signals.number is not None)["top1"]
+        scores = self.phase.scores(stop=lambda: alone and self.signals.number is not None)
+        return scores[self.config.metric.key]
 
     # -- state ----------------------------------------------------------------------------------------------------
 

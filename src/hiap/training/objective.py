@@ -32,6 +32,7 @@ __all__ = [
     "distillation",
     "feasibility_terms",
     "feature_distance",
+    "spread_of",
     "task_loss",
     "watch_blocks",
     "watched_blocks",
@@ -81,9 +82,15 @@ def feature_distance(features: Sequence[Tensor], teacher: Sequence[Tensor]) -> T
     shares = []
     for own, goal in zip(features, teacher, strict=True):
         own, goal = own.flatten(0, 1).float(), goal.flatten(0, 1).float()
-        spread = (goal - goal.mean(0) if len(goal) > 1 else goal).square().sum(1).mean()
-        shares.append((own - goal).square().sum(1).mean() / spread)
+        shares.append((own - goal).square().sum(1).mean() / spread_of(goal))
     return torch.stack(shares).mean()
+
+
+def spread_of(features: Tensor) -> Tensor:
+    """How far features are spread: the mean of their squared distances from their mean; never 0. (..., D)"""
+    rows = features.flatten(0, -2).float()
+    spread = (rows - rows.mean(0) if len(rows) > 1 else rows).square().sum(1).mean()
+    return spread.clamp(min=1e-12 * rows.square().sum(1).mean())
 
 
 def cost_terms(model: nn.Module, cost: Cost) -> dict[str, Tensor]:
@@ -155,9 +162,14 @@ class Objective:
         Args:
             weights: of terms that are not about the batch; 1 where there is none.
         """
-        share = self.config.distill_weight if "distill" in terms else 0.0
-        weights = {"task": 1.0 - share, "distill": share, "features": self.config.features_weight, **weights}
+        weights = {**self.weights, **weights}
         return torch.stack([weights.get(name, 1.0) * value for name, value in terms.items()]).sum()
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weights of the terms that are about the batch."""
+        share = self.config.distill_weight if self.teacher is not None else 0.0
+        return {"task": 1.0 - share, "distill": share, "features": self.config.features_weight}
 
 
 class Teacher:
@@ -190,6 +202,11 @@ class Teacher:
         self.scale, self.shift = std_s / std_t, (mean_s - mean_t) / std_t
         self.same = student == teacher
         self.size = size
+
+    @property
+    def network(self) -> nn.Module:
+        """The model that a forward goes through; once it is optimised, what is left of it outside the blocks."""
+        return self.model if self.fast is None else self.fast.model
 
     @property
     def blocks(self) -> list[nn.Module]:

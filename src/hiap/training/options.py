@@ -18,6 +18,7 @@ CHOICES = {  # of options that are one of a few words
     "gate_mode": ("importance", "gradient"),
     "precision": ("fp32", "bf16", "fp16"),
     "keep": ("last", "best"),
+    "objective": ("labels", "features"),
 }
 GROUPS = {  # of options, by the first of each
     "model": "model",
@@ -25,14 +26,14 @@ GROUPS = {  # of options, by the first of each
     "target": "budget and what may be pruned",
     "epochs": "length and schedule",
     "batch_size": "optimisation",
-    "teacher": "distillation",
+    "objective": "objective and distillation",
     "keep": "the run itself",
     "gate_mode": "for ablations",
 }
 ABLATIONS = "To reproduce the paper and to compare parts of the method; everyday runs need none of these."
 FIRST = (  # options that most people need
     *("model", "weights", "img_size", "data", "val_split", "target", "cost", "epochs", "batch_size", "lr"),
-    *("precision", "teacher", "keep"),
+    *("precision", "objective", "teacher", "keep"),
 )
 TRACKERS = ("tensorboard", "wandb")  # also the names of their packages and of our extras
 
@@ -142,7 +143,14 @@ class Options:
     clip_grad: float | None = _option(1.0, "largest norm of the gradient; 0 is off")
     ema: float = _option(0.0, "decay of an average of the weights, which is then the result; 0 is off")
     precision: str = _option("fp32", "precision of the training")
-    # distillation
+    # objective and distillation
+    objective: str = _option(
+        "labels",
+        "what is learned: labels, with the help of a teacher; or features, the tokens and the pooled output of the "
+        "dense model, from images alone",
+    )
+    tokens_weight: float = _option(1.0, "weight of the tokens, with --objective features")
+    pooled_weight: float = _option(1.0, "weight of the pooled output, with --objective features")
     teacher: str = _option("self", "'self' (the dense model), 'none', or the timm name of a teacher")
     teacher_weights: str | None = _option(None, "weights of the teacher; timm's pretrained ones by default")
     distill_weight: float = _option(0.5, "share of the distillation in the task loss")

@@ -135,7 +135,7 @@ class Phase:
         for i, (xs, ys) in enumerate(parts):
             last, share = i == config.accumulate - 1, len(xs) / len(x)
             with nullcontext() if last else accelerator.no_sync(self.model):
-                terms = self.terms(self.model, xs, ys)
+                terms = self.terms(self.model, xs, ys, share)
                 accelerator.backward(self.weighted(terms) * share)
             for name, value in terms.items():
                 total[name] = total.get(name, torch.zeros((), device=context.device)) + value.detach() * share
@@ -160,8 +160,8 @@ class Phase:
         mixed: tuple[Tensor, Tensor] = mixup(x, y)
         return mixed
 
-    def terms(self, model: nn.Module, x: Tensor, target: Tensor) -> dict[str, Tensor]:
-        """The loss of a batch, term by term."""
+    def terms(self, model: nn.Module, x: Tensor, target: Tensor, share: float = 1.0) -> dict[str, Tensor]:
+        """The loss of a batch, term by term; of a part of it, which has this share of the images."""
         return self.objective.terms(model, x, target) | self.penalties()
 
     def weighted(self, terms: dict[str, Tensor]) -> Tensor:
@@ -176,14 +176,14 @@ class Phase:
         return self.ema.module if self.ema is not None else self.network
 
     def scores(self, soft: bool = False, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
-        """Top-1, top-5 and images; gates hard, or (soft, and without averaging) as they are in training."""
+        """What `Context.scores` gives; gates hard, or (soft, and without averaging) as they are in training."""
         model = self.network if soft else self.averaged_network
         model.eval()
         if soft:
             for gate in gates(model):
                 gate.train()
         try:
-            return self.context.scores(model, stop)
+            return self.context.scores(model, self.teacher, stop)
         finally:
             model.train()
 

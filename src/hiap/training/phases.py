@@ -24,6 +24,7 @@ from hiap.pruning.count import expected_counts
 from hiap.pruning.extract import Provenance, extract, note_provenance, origin_of, provenance_of, rebuild, slices
 from hiap.pruning.topology import Topology, harden, set_topology
 from hiap.training.context import Context
+from hiap.training.features import FeatureObjective
 from hiap.training.objective import Teacher, cost_terms, feasibility_terms
 from hiap.training.optimizer_state import carry_optimizer
 from hiap.training.phase import Phase, Tensors, Values, part
@@ -107,7 +108,7 @@ class Search(Phase):
     ) -> None:
         config, parts, schedule = context.config, context.parts, context.schedule
         dense = context.dense()
-        if fresh and "dense_top1" not in context.record:
+        if fresh and config.labelled and "dense_top1" not in context.record:
             score_dense(context, dense)
         teacher = context.teacher(dense)
         if fresh and (config.align_heads if config.align_heads is not None else config.target):
@@ -118,10 +119,12 @@ class Search(Phase):
         self.penalty = penalty
         if self.controller is not None:
             self.controller.project(self.controller.dense_cost, schedule.sharpness(0))
+            self.controller.listen(config.labelled)
         super().__init__(context, network, teacher, 0, min(schedule.freeze, context.stop))
         if fresh:
             self.before_step()
-            context.record["soft_top1_start"] = self.scores(soft=True)["top1"]
+            key = config.metric.key
+            context.record[f"soft_{key}_start"] = self.scores(soft=True)[key]
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         config = self.context.config
@@ -137,6 +140,18 @@ class Search(Phase):
             noise_scale=schedule.noise(self.step),
             draws=draws,
         )
+
+    def terms(self, model: nn.Module, x: Tensor, target: Tensor, share: float = 1.0) -> dict[str, Tensor]:
+        objective, controller = self.objective, self.controller
+        if not isinstance(objective, FeatureObjective) or controller is None or controller.mode != "importance":
+            return super().terms(model, x, target, share)
+        terms, probe = objective.terms_and_probe(model, x)
+        scaler, gates_of = self.context.accelerator.scaler, controller.all_gates
+        scale = scaler.get_scale() if scaler is not None else 1.0
+        controller.listen(True)
+        torch.autograd.grad(probe * (scale * share**0.5), [gate.logit for gate in gates_of], retain_graph=True)
+        controller.listen(False)
+        return terms | self.penalties()
 
     def penalties(self) -> dict[str, Tensor]:
         config = self.context.config
@@ -192,7 +207,8 @@ class Search(Phase):
         """Decide what is kept; with `shrink`, recovery goes on with the extracted network."""
         context, config = self.context, self.context.config
         network = self.network = self.unwrapped()
-        found = {"freeze_step": self.step, "soft_top1": self.scores(soft=True)["top1"]}
+        key = config.metric.key
+        found = {"freeze_step": self.step, f"soft_{key}": self.scores(soft=True)[key]}
         topology = self.controller.decide() if self.controller is not None else harden(network)
         measured = {name: value for name, value in self.measured().items() if name != "temperature"}
         for model in [network, *([self.ema.module] if self.ema is not None else [])]:
@@ -200,7 +216,7 @@ class Search(Phase):
                 gate.gradient = None
             set_topology(model, topology)
         shrunk = config.shrink and self.step < context.stop
-        context.record |= measured | found | {"hard_top1": self.scores()["top1"], "shrunk": shrunk}
+        context.record |= measured | found | {f"hard_{key}": self.scores()[key], "shrunk": shrunk}
         small = extract(network, topology, config.round_to) if shrunk else fixed(context, network)
         phase = Recover(context, small, self.teacher, self.step, topology)
         cuts = {}
@@ -257,11 +273,12 @@ class Recover(Phase):
         return dict(self.described)
 
     def keep(self, line: dict[str, Any]) -> None:
-        record = self.context.record
-        if self.context.config.keep == "last" or "top1" not in line:
+        record, metric = self.context.record, self.context.config.metric
+        key = metric.key
+        if self.context.config.keep == "last" or key not in line:
             return
-        if line["top1"] > record.get("best", {"top1": -1.0})["top1"]:
-            record["best"] = {"epoch": line["epoch"], "top1": line["top1"]}
+        if "best" not in record or metric.better(line[key], record["best"][key]):
+            record["best"] = {"epoch": line["epoch"], key: line[key]}
             self.best = {n: t.detach().cpu().clone() for n, t in self.averaged_network.state_dict().items()}
 
     def result(self) -> nn.Module:
@@ -326,7 +343,7 @@ def fixed(context: Context, network: nn.Module) -> nn.Module:
 
 def score_dense(context: Context, dense: nn.Module) -> None:
     """Record the accuracy of the dense model, and warn where it seems to know nothing."""
-    scores = context.scores(dense.eval())
+    scores = context.scores(dense.eval(), None)
     dense.train()
     top1, images, chance = scores["top1"], int(scores["images"]), 100 / context.data.classes
     context.record["dense_top1"] = top1

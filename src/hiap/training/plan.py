@@ -80,7 +80,8 @@ def _step(network: nn.Module, teacher: Teacher | None, x: Tensor, y: Tensor, con
 
     def run() -> None:
         with torch.autocast(x.device.type, dtype, enabled=dtype is not None):
-            loss = nn.functional.cross_entropy(logits_of(network(x)).float(), y)
+            output = logits_of(network(x)).float()
+            loss = nn.functional.cross_entropy(output, y) if config.labelled else output.square().mean()
             if teacher is not None:
                 teacher(x)
         torch.autograd.backward(loss)

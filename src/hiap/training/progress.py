@@ -6,7 +6,11 @@ import sys
 import time
 from typing import Any
 
+from hiap.training.metrics import METRICS
+
 __all__ = ["Progress", "Stopwatch", "clock", "epoch_line"]
+
+KEYS = [metric.key for metric in METRICS]
 
 
 def epoch_line(line: dict[str, Any], target: str | None) -> str:
@@ -17,8 +21,7 @@ def epoch_line(line: dict[str, Any], target: str | None) -> str:
 def _state(line: dict[str, Any], target: str | None) -> str:
     """The loss and the network, as far as the line has them."""
     parts = [f"loss {line['loss']:.3f}"]
-    if "top1" in line:
-        parts.append(f"top-1 {line['top1']:.2f} %")
+    parts += [metric.say(line[metric.key]) for metric in METRICS if metric.key in line]
     goal = f" -> {target}" if target else ""
     if line["stage"] == "dense":
         return "  ".join(parts)
@@ -75,7 +78,7 @@ class Progress:
         """
         if self._bar is not None:
             stage = f"{now['stage']} {now['epoch']}/{now['epochs']}"
-            now = {name: value for name, value in now.items() if name != "top1"}  # of another epoch
+            now = {name: value for name, value in now.items() if name not in KEYS}  # of another epoch
             self._bar.update(self._task, completed=done, description=stage, state=_state(now, target))
 
     def say(self, text: str) -> None:

@@ -48,12 +48,12 @@ def finish(context: Context, phase: Recover, out: Path, rescue: str) -> Result:
         RunError: it cannot be saved.
     """
     model, record = phase.result(), context.record
-    scores = context.scores(model)
-    params = sum(p.numel() for p in model.parameters())
-    record.update(top1=scores["top1"], top5=scores["top5"], macs=macs(model), params=params)
+    scores = context.scores(model, phase.teacher)
+    record.update({name: value for name, value in scores.items() if name != "images"})
+    record.update(macs=macs(model), params=sum(p.numel() for p in model.parameters()))
     if context.folder is not None:
         try:
-            save(model, out / "compact", context.data.class_names)
+            save(model, out / "compact", context.data.class_names if context.config.labelled else None)
         except (CheckpointError, OSError) as error:
             raise RunError(
                 f"the compact model cannot be saved: {error}. The trained network is whole in {rescue}"

@@ -98,7 +98,15 @@ def make_teacher(config: Config, dense: nn.Module, norm: Normalisation, other: n
     device = next(dense.parameters()).device
     dtype = torch.bfloat16 if config.precision == "bf16" else None
     if other is None:
-        return Teacher(copy.deepcopy(dense), norm, norm, None, device, dtype, watched=config.features_weight > 0)
+        return Teacher(
+            copy.deepcopy(dense),
+            norm,
+            norm,
+            None,
+            device,
+            dtype,
+            watched=config.features_weight > 0 or not config.labelled,
+        )
     found = preprocessing_of(other)
     return Teacher(other, norm, (found.mean, found.std), found.size, device, dtype)
 
@@ -152,6 +160,7 @@ def load_data(config: Config, model: nn.Module, device: torch.device) -> Data:
         loading,
         config.data_device != "loader",
         config.model_args.get("num_classes"),
+        labels=config.labelled,
         **{name: getattr(config, name) for name in ("val_split", "input_key", "target_key", "download")},
     )
 
@@ -214,7 +223,8 @@ def dense_model(config: Config) -> nn.Module:
     Raises:
         ConfigError: timm cannot make it, or the weights cannot be had or do not fit.
     """
-    return trained_model(config.model, config.weights, config.pretrained, model_arguments(config))
+    features = not config.labelled
+    return trained_model(config.model, config.weights, config.pretrained, model_arguments(config), features)
 
 
 def model_arguments(config: Config) -> dict[str, Any]:
@@ -233,7 +243,7 @@ def as_data(data: Any, config: Config, device: torch.device, world: int = 1) -> 
         ValueError: the loaders do not fit the configuration.
     """
     if isinstance(data, tuple | list) and len(data) == 2:
-        data = LoaderData(*data)
+        data = LoaderData(data[0], data[1], labels=config.labelled)
     if isinstance(data, LoaderData):
         return data.bound(config.batch_size, device, config.seed, world)
     if isinstance(data, Data) and not isinstance(data, type):
@@ -281,7 +291,7 @@ class Setup:
                 raise ConfigError(
                     "there are no images: set data in the configuration, or pass data=(train_loader, val_loader)"
                 )
-            check_source(config.data, config.val_split)
+            check_source(config.data, config.val_split, config.labelled)
         dense = dense_model(config) if model is None else copy.deepcopy(model).cpu()
         self.model = dense
         self.name = config.model if model is None else type(model).__name__
@@ -295,8 +305,12 @@ class Setup:
         self.data = given or load_data(config, self.model, device)
         self.config = config = replace(config, batch_size=config.batch_size or default_batch(config, self.data))
         check_parts(config, processes)
-        fitted = fit_classifier(config, self.model, self.name, self.trained, self.data.classes)
-        self.new_classifier = fitted and self.trained
+        self.new_classifier = False
+        if config.labelled:
+            fitted = fit_classifier(config, self.model, self.name, self.trained, self.data.classes)
+            self.new_classifier = fitted and self.trained
+        for layer in [] if config.labelled else family_of(dense).classifier(dense):
+            layer.requires_grad_(False)
         note_preprocessing(self.model, self.mean_std, self.data)
         check_savable(self.model)
         self.dense_epochs = self._dense_epochs()
@@ -339,9 +353,10 @@ class Setup:
                 stacklevel=2,
             )
         if not self.trained and not self.dense_epochs and config.teacher == "self" and config.taught:
+            other = ", --dense-epochs N to train it first, or --teacher none" if config.labelled else ""
             warnings.warn(
                 "the dense model has random weights and is its own teacher, so it teaches nothing: pass --weights "
-                "FILE, --dense-epochs N to train it first, or --teacher none",
+                f"FILE{other}",
                 stacklevel=2,
             )
 
@@ -349,9 +364,10 @@ class Setup:
         """What the run is, in lines of at most 80 columns."""
         config, data = self.config, self.data
         name = self.name if len(self.name) <= 40 else f"{self.name[:37]}..."
+        classes = f"{data.classes} classes" if config.labelled else "no labels"
         lines = [
             f"model    {name}: {in_words(self.dense_macs)} MACs, {len(self.sites)} blocks",
-            f"data     {data.train_size} training and {data.val_size} validation images, {data.classes} classes",
+            f"data     {data.train_size} training and {data.val_size} validation images, {classes}",
             f"gates    {self.gates} ({', '.join(self.kinds)})",
         ]
         if self.dense_epochs:

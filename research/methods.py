@@ -185,7 +185,9 @@ def magnitudes(controller: Controller) -> Tensor:
         rows = block.attn.qkv.weight.view(3, w.heads, w.qk_dim, -1).square().sum((0, 2, 3))
         columns = block.attn.proj.weight.view(-1, w.heads, w.value_dim).square().sum((0, 2))
         scores[id(kinds["head"])] = rows + columns
-        scores[id(kinds["neuron"])] = block.mlp.fc1.weight.square().sum(1) + block.mlp.fc2.weight.square().sum(0)
+        scores[id(kinds["neuron"])] = block.mlp.fc1.weight.square().sum(1).view(-1, w.neurons).sum(
+            0
+        ) + block.mlp.fc2.weight.square().sum(0)
     return torch.cat([scores[id(gate)] for gate in controller.all_gates]).detach()
 
 

@@ -10,7 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import hiap
-from hiap.models.registry import widths_of
+from hiap.models.registry import sites, widths_of
+from hiap.nn.rotary import pair_of
 from hiap.speed.bench import bench, dense_like
 from hiap.speed.measure import measure
 
@@ -22,18 +23,26 @@ def close(first: Tensor, second: Tensor, allowed: float = 1e-12) -> bool:
 
 
 def ragged(model: nn.Module, seed: int, queries: bool = True) -> hiap.Topology:
-    """A random choice of units of every granularity; whole branches go as well."""
+    """A random choice of units of every granularity; whole branches go as well, and q/k dims in pairs if they must."""
     chance, columns = random.Random(seed), {"heads": [], "value_dims": [], "qk_dims": [], "neurons": []}
 
     def some(size: int) -> list[int]:
         return sorted(chance.sample(range(size), chance.randint(1, size)))
 
-    for w in widths_of(model):
+    def some_queries(site: hiap.Site) -> list[int] | int:
+        size, pairs = site.widths.qk_dim, site.pairs
+        if not queries or pairs is None:
+            return some(size) if queries else size
+        kept = some(size // 2)
+        return [dim for dim in range(size) if pair_of(dim, size, pairs) in (*kept, size // 2)]
+
+    for site in sites(model):
+        w = site.widths
         heads = chance.choice([None, 0, *[some(w.heads)] * 4])
         count = len(heads) if heads else 0
         columns["heads"].append(heads)
         columns["value_dims"].append([some(w.value_dim) for _ in range(count)])
-        columns["qk_dims"].append([some(w.qk_dim) if queries else w.qk_dim for _ in range(count)])
+        columns["qk_dims"].append([some_queries(site) for _ in range(count)])
         columns["neurons"].append(chance.choice([None, 0, *[some(w.neurons)] * 4]))
     return hiap.Topology.from_counts(model, **columns)
 
@@ -103,7 +112,8 @@ def optimising_changes_nothing(model: nn.Module, x: Tensor, queries: bool = True
     assert [type(module) for module in model.modules()] == types
 
 
-def it_can_be_timed(model: nn.Module) -> None:
+def it_can_be_timed(model: nn.Module, added: int = 0) -> None:
+    """`added`: parameters that the converted blocks have and the model's own have not."""
     model = copy.deepcopy(model).float()
     most = widths_of(model)[0]
     grid = {
@@ -118,6 +128,5 @@ def it_can_be_timed(model: nn.Module) -> None:
     rows = bench({"dense": model}, CPU, [2], ["fp32"], ["eager"], 1, 2)
     assert [row.macs for row in rows] == [hiap.macs(model)] * 2
     gated = hiap.attach(copy.deepcopy(model))
-    assert hiap.ParamCost(gated).total(hiap.hard_counts(hiap.harden(gated))) == sum(
-        p.numel() for p in model.parameters()
-    )
+    own = sum(p.numel() for p in model.parameters())
+    assert hiap.ParamCost(gated).total(hiap.hard_counts(hiap.harden(gated))) == own + added

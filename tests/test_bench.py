@@ -170,3 +170,9 @@ def test_the_speed_of_a_run_is_that_of_the_fastest_forms(tmp_path: Path, monkeyp
     assert Speed(1, "fp32", 3.0, "eager", 3.1, "eager").comparison() == "not faster (0.97x)"
     (tmp_path / "report.json").write_text(json.dumps({"speed": [speed.to_json() for speed in found]}))
     assert read_speeds(tmp_path / "report.json") == found and read_speeds(tmp_path / "none.json") == []
+
+
+def test_fused_kernels_are_refused_where_they_do_not_run() -> None:
+    text = r"^fused kernels are for bf16 and fp16 on a CUDA device; found fp32 on cpu$"
+    with pytest.raises(hiap.InputError, match=text):
+        bench({"dense": make()}, torch.device("cpu"), [1], ["fp32"], ["eager"], 1, 1, kernels=True)

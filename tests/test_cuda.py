@@ -4,6 +4,7 @@ import copy
 import signal
 
 import pytest
+import timm
 import torch
 
 import hiap
@@ -53,7 +54,27 @@ def test_networks_are_timed_in_every_mode() -> None:
     compact = hiap.extract(model, hiap.Topology.from_counts(model, heads=[1, None, 2], value_dims=[4, [], 8]))
     rows = bench({"dense": model, "compact": compact}, DEVICE, [2], ["fp32", "tf32", "bf16", "fp16"], WAYS, 1, 2)
     assert len(rows) == 4 * 4 * len(WAYS) and all(row.ms > 0 for row in rows)
+    rows = bench({"compact": compact}, DEVICE, [2], ["fp32", "bf16"], WAYS, 1, 2, kernels=True)
+    assert len(rows) == (2 + 3) * len(WAYS) and {row.network for row in rows if row.precision == "bf16"} == {
+        *("compact", "compact, optimised", "compact, fused")
+    }
     assert {p.device.type for p in model.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fused_kernels_compute_what_plain_pytorch_does(dtype: torch.dtype) -> None:
+    pytest.importorskip("triton")
+    sizes = {"img_size": 64, "patch_size": 8, "embed_dim": 192, "depth": 4, "num_classes": 7}
+    model = timm.create_model("vit_tiny_patch16_224", **sizes, init_values=0.5).cuda().eval()
+    counts = {"heads": [3, None, 0, 2], "qk_dims": [16, 0, 0, 24], "value_dims": [40, 0, 0, 64]}
+    compact = hiap.extract(model, hiap.Topology.from_counts(model, **counts, neurons=[72, 0, 400, 256]))
+    fused, plain = (hiap.optimize(compact, dtype, 32, kernels=kernels) for kernels in (True, False))
+    assert [type(step).__name__ for step in fused.blocks] == ["Attend", *["FeedForward"] * 2, "Attend", "FeedForward"]
+    x = images(compact, 32).cuda().to(dtype)
+    with torch.inference_mode():
+        exact = compact(x.float())
+        off = [((net(x).float() - exact).abs().max() / exact.abs().max()).item() for net in (fused, plain)]
+    assert off[0] < 2 * off[1] + torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph", "compile"])

@@ -1,5 +1,9 @@
 """Which models qualify, by their real names in timm's registry, built on the meta device."""
 
+import itertools
+import re
+from pathlib import Path
+
 import pytest
 import timm
 import torch
@@ -7,7 +11,10 @@ from torch import nn
 from torch.nn.utils import prune
 
 import hiap
+import registry
 from conftest import make
+from hiap.models.registry import sites
+from hiap.models.weights import create_model
 
 ACCEPTED = [
     "vit_tiny_patch16_224",
@@ -26,30 +33,33 @@ ACCEPTED = [
     "vit_base_patch16_gap_224",
     "vit_medium_patch16_reg4_gap_256",
     "vit_base_patch16_384",
+    "vit_tiny_r_s16_p8_224",
+]
+CONVERTED = [  # whose blocks become ours while they have gates
+    "vit_small_patch16_dinov3",
+    "vit_pe_core_tiny_patch16_384",
+    "vit_small_patch16_rope_mixed_224",
+    "eva02_tiny_patch14_224",
 ]
 
 REFUSED = {
-    "vit_giant_patch14_dinov2": r"blocks\.0\.mlp is a GluMlp: a gated MLP .*would need",
     "vit_small_patch16_18x2_224": r"blocks\.0 is a ParallelThingsBlock: .*parallel.*would need",
     "vit_pwee_patch16_reg1_gap_256": r"blocks\.0 is a ParallelScalingBlock: .*parallel",
     "vit_dwee_patch16_reg1_gap_256": r"blocks\.0\.attn is a DiffAttention: it is not timm's standard attention",
     "vit_base_patch16_rpn_224": r"blocks\.0 is a ResPostBlock: it normalises after",
     "vit_relpos_small_patch16_224": "the model is a VisionTransformerRelPos: .*relative position",
-    "vit_small_patch16_dinov3": "the model is a Eva: .*rotary position",
-    "vit_pe_core_tiny_patch16_384": "the model is a Eva: .*rotary position",
-    "eva02_tiny_patch14_224": "the model is a Eva",
-    "beit_base_patch16_224": "the model is a Beit",
-    "vit_tiny_r_s16_p8_224": "patch_embed is a HybridEmbed: .*would need an exact count",
+    "eva02_base_patch16_clip_224": r"blocks\.0\.attn\.norm is a LayerNorm: a norm between the units",
+    "eva02_enormous_patch14_clip_224": r"blocks\.0 is a EvaBlockPostNorm: it normalises after",
     "swin_tiny_patch4_window7_224": "the model is a SwinTransformer: it is not a timm VisionTransformer",
     "resnet18": "the model is a ResNet: it is not a timm VisionTransformer",
 }
 
 
-def on_meta(name: str) -> nn.Module:
+def on_meta(name: str, **changes: int) -> nn.Module:
     if not timm.is_model(name.partition(".")[0]):
         pytest.skip(f"this timm has no {name}")
     with torch.device("meta"):
-        return timm.create_model(name)
+        return timm.create_model(name, **changes)
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
@@ -62,6 +72,18 @@ def test_accepted(name: str) -> None:
     assert before.items() <= after.items()
     gated = {key.partition(".gates.")[0] for key in after if ".gates." in key}
     assert gated == {f"blocks.{i}.{m}" for i in range(depth) for m in ("attn.proj", "attn.qkv", "mlp.fc2")}
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_accepted_and_converted(name: str) -> None:
+    model = on_meta(name)
+    before = {key: tuple(p.shape) for key, p in model.named_parameters()}
+    hiap.attach(model, hiap.GRANULARITIES)
+    gated = {key.partition(".gates.")[0] for key, _ in model.named_parameters() if ".gates." in key}
+    blocks = range(len(model.blocks))
+    assert gated == {f"blocks.{i}.{m}" for i in blocks for m in ("attn.proj", "attn.qkv", "mlp.fc2")}
+    hiap.detach(model)
+    assert {key: tuple(p.shape) for key, p in model.named_parameters()} == before
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -120,3 +142,62 @@ def test_the_attention_pool_is_counted_and_never_gated() -> None:
     N, D, F = 16, 24, without.blocks[0].mlp.fc1.out_features
     pool = D * D + N * 2 * D * D + 2 * N * D + D * D + 2 * D * F
     assert hiap.macs(make("siglip")) - hiap.macs(without) == pool
+
+
+PAGE = Path(__file__).resolve().parents[1] / "docs/family.md"
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The cells of the table on the page of families whose heading begins so."""
+    lines = PAGE.read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith(heading)) + 2
+    table = itertools.takewhile(lambda line: line.startswith("|"), lines[first:])
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table]
+
+
+def named(example: str) -> nn.Module:
+    """The model that a page names, on the meta device; of Transformers, with the default configuration of its class."""
+    library, _, name = example.rpartition(":")
+    if not library:
+        whole = "swin" in name or "sapiens2" in name  # which have an argument for each block
+        return on_meta(name) if whole else on_meta(name, depth=2)
+    with torch.device("meta"):
+        if library == "torchvision":
+            return create_model(example, False, {})
+        cls = getattr(pytest.importorskip("transformers"), name)
+        return cls(cls.config_class())
+
+
+@pytest.mark.parametrize(("example", "cut"), [row[1:] for row in rows("| models | example | cut as well |")])
+def test_the_page_of_families_says_what_is_cut(example: str, cut: str) -> None:
+    model = named(example.strip("`"))
+    site = sites(model)[0]
+    queries = [] if site.qk_norm else ["q/k pairs" if site.pairs else "q/k dims"]
+    assert cut == ", ".join([*queries, "gated neurons" if site.glu else "neurons"])
+    hiap.attach(model, [kind for kind in hiap.GRANULARITIES if not (site.qk_norm and kind == "qk_dim")])
+
+
+@pytest.mark.parametrize(("example", "reason"), rows("| example | because |"))
+def test_the_page_of_families_says_what_is_refused(example: str, reason: str) -> None:
+    model = named(example.strip("`"))
+    for use in (hiap.attach, hiap.macs):
+        with pytest.raises(hiap.UnsupportedModelError, match=re.escape(reason)):
+            use(model)
+
+
+def test_the_registry_script_groups_refusals_by_reason() -> None:
+    small = {"img_size": 32, "embed_dim": 24, "depth": 2, "num_heads": 3}
+    with torch.device("meta"):
+        models = {
+            "plain": timm.create_model("vit_tiny_patch16_224", **small),
+            "hybrid": timm.create_model("vit_tiny_r_s16_p8_224", **small),
+            "one": timm.create_model("vit_tiny_patch16_224", scale_mlp_norm=True, **small),
+            "two": timm.create_model("vit_small_patch16_224", scale_mlp_norm=True, **small),
+        }
+    found = registry.sorted_out(iter(models.items()), recipes=True)
+    between = "a norm between the units and the layer that reads them changes when a unit goes"
+    assert found == {
+        "accepted": ["plain", "hybrid"],
+        "wrong": [],
+        "refused": {f"blocks.*.mlp.norm is a LayerNorm: {between}": ["one", "two"]},
+    }

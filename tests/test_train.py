@@ -122,7 +122,7 @@ def test_shrinking_in_flight_changes_nothing() -> None:
     small = hiap.extract(model, topology, round_to=1)
     after = torch.optim.AdamW(hiap.parameter_groups(small)[:-1], lr=1e-3)
     widths = topology.widths()
-    carry_optimizer(optimizer, model, after, small, slices([site.name for site in sites(model)], topology, widths))
+    carry_optimizer(optimizer, model, after, small, slices(sites(model), topology, widths))
     hiap.set_gates(model, temperature=1e-3, noise_scale=0.0)
     for _ in range(2):
         big_loss, small_loss = model(x).square().sum(), small(x).square().sum()

@@ -19,12 +19,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import hiap
-from conftest import randomise
+from any_family import it_can_be_timed
+from any_family import ragged as ragged_by_chance
+from conftest import SHARED, randomise
 from hiap.cli.main import main
 from hiap.models.family import logits_of
 from hiap.models.transformers import FAMILY, EncoderBlock
 from hiap.models.weights import trained_model
-from hiap.speed.bench import bench, dense_like
+from hiap.speed.bench import dense_like
 from runs import noise_data, pruned_twice
 
 transformers = pytest.importorskip("transformers", reason="Transformers is not installed")
@@ -33,13 +35,29 @@ pytestmark = pytest.mark.slow
 SIZE, LABELS = 16, 5
 SMALL = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3, "image_size": SIZE, "patch_size": 4}
 WIDE = {**SMALL, "intermediate_size": 40}
+TEXT = {
+    **{"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 20},
+    **{"max_position_embeddings": 6, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "projection_size": 24},
+}
 
 
-def whole(config: str, vision: str, **more: Any) -> Any:
+def whole(config: str, vision: str, text_config: Any = None, **more: Any) -> Any:
     """The configuration of a model of images and texts."""
-    made = getattr(transformers, config)(vision_config=getattr(transformers, vision)(**WIDE, **more).to_dict())
+    vision_config = getattr(transformers, vision)(**WIDE, **more).to_dict()
+    made = getattr(transformers, config)(vision_config=vision_config, text_config=text_config)
     made.num_labels = LABELS
     return made
+
+
+def both(family: str) -> Any:
+    """A small model of images and texts, in float64 and eval."""
+    text = getattr(transformers, f"{family}TextConfig")(**TEXT).to_dict()
+    config = whole(f"{family}Config", f"{family}VisionConfig", text_config=text, projection_dim=9)
+    config.projection_dim = 9
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}Model")(config)
+    randomise(model)
+    return model.double().eval()
 
 
 def vit(config: str, **more: Any) -> Any:
@@ -48,6 +66,10 @@ def vit(config: str, **more: Any) -> Any:
 
 def dino(config: str, **more: Any) -> Any:
     return getattr(transformers, config)(**SMALL, mlp_ratio=2, num_labels=LABELS, layerscale_value=0.5, **more)
+
+
+def dino3(**more: Any) -> Any:
+    return transformers.DINOv3ViTConfig(**WIDE, num_register_tokens=2, layerscale_value=0.5, **more)
 
 
 def clip(**more: Any) -> Any:
@@ -68,6 +90,16 @@ CASES: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     "dinov2_bare": ("Dinov2Model", lambda **k: dino("Dinov2Config", **k), {}),
     "registers": ("Dinov2WithRegistersForImageClassification", lambda **k: dino("Dinov2WithRegistersConfig", **k), {}),
     "registers_bare": ("Dinov2WithRegistersModel", lambda **k: dino("Dinov2WithRegistersConfig", **k), {}),
+    "swiglu": ("Dinov2ForImageClassification", lambda **k: dino("Dinov2Config", use_swiglu_ffn=True, **k), {}),
+    "stages": ("Dinov2Backbone", lambda **k: dino("Dinov2Config", out_features=["stage1", "stage3"], **k), {}),
+    "stages_registers": (
+        "Dinov2WithRegistersBackbone",
+        lambda **k: dino("Dinov2WithRegistersConfig", apply_layernorm=False, reshape_hidden_states=False, **k),
+        {},
+    ),
+    "dinov3": ("DINOv3ViTModel", lambda **k: dino3(**k), {}),
+    "dinov3_glu": ("DINOv3ViTModel", lambda **k: dino3(use_gated_mlp=True, query_bias=False, value_bias=False), {}),
+    "dinov3_stages": ("DINOv3ViTBackbone", lambda **k: dino3(out_features=["stage2", "stage3"], **k), {}),
     "clip": ("CLIPForImageClassification", lambda **k: whole("CLIPConfig", "CLIPVisionConfig", **k), {}),
     "clip_bare": ("CLIPVisionModel", clip, {}),
     "clip_projection": ("CLIPVisionModelWithProjection", lambda **k: clip(projection_dim=9, **k), {}),
@@ -88,7 +120,11 @@ def make(case: str, **more: Any) -> Any:
     torch.manual_seed(0)
     model = getattr(transformers, cls)(config(**more), **options)
     randomise(model)
-    return model.double().eval()
+    model = model.double().eval()
+    for module in model.modules():  # stays in float32 when Transformers loads a model in another precision
+        if hasattr(module, "inv_freq"):
+            module.inv_freq = module.inv_freq.float()
+    return model
 
 
 @pytest.fixture(params=list(CASES))
@@ -109,11 +145,12 @@ def close(first: torch.Tensor, second: torch.Tensor, allowed: float = 1e-12) -> 
 
 def ragged(model: nn.Module) -> hiap.Topology:
     """Units of every granularity gone: dims, heads, neurons, an attention, an FFN, and one of each to its bias."""
+    paired = any(site.pairs for site in FAMILY.sites(model))
     return hiap.Topology.from_counts(
         model,
         heads=[[1], None, [0, 2]],
         value_dims=[5, 8, [[0, 3], 7]],
-        qk_dims=[6, 8, [4, 3]],
+        qk_dims=[[[0, 1, 3, 4, 5, 7]], 8, [[0, 2, 4, 6], [1, 5]]] if paired else [6, 8, [4, 3]],
         neurons=[[1, 4, 9], None, 0],
     )
 
@@ -193,6 +230,10 @@ def test_bare_models_say_which_class_has_a_classifier() -> None:
         hiap.InputError, match=r"a CLIPVisionModel has no classifier: .* as a CLIPForImageClassification"
     ):
         FAMILY.set_classes(make("clip_bare"), 3)
+    with pytest.raises(
+        hiap.InputError, match="a DINOv3ViTModel has no classifier: Transformers has no such class with"
+    ):
+        FAMILY.set_classes(make("dinov3"), 3)
 
 
 def test_a_new_classifier_has_the_shape_that_the_class_gives_it(x: torch.Tensor) -> None:
@@ -203,7 +244,7 @@ def test_a_new_classifier_has_the_shape_that_the_class_gives_it(x: torch.Tensor)
         assert hiap.extract(model, ragged(model))(x).logits.shape == (3, 7)
 
 
-@pytest.mark.parametrize("case", ["vit", "clip"])
+@pytest.mark.parametrize("case", ["vit", "clip", "swiglu"])
 def test_a_run_prunes_it_and_can_be_resumed(case: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = getattr(transformers, CASES[case][0])(CASES[case][1](num_channels=1))
@@ -226,9 +267,9 @@ def test_parameters_that_no_logit_depends_on_are_left_alone(case: str, x: torch.
     assert all((p.grad is None) is not p.requires_grad for p in model.parameters())
 
 
-def test_it_can_be_timed() -> None:
-    rows = bench({"dense": make("siglip").float()}, torch.device("cpu"), [2], ["fp32"], ["eager"], 1, 2)
-    assert [row.macs for row in rows] == [hiap.macs(make("siglip"))] * 2
+@pytest.mark.parametrize("case", ["siglip", "swiglu", "dinov3_glu", "stages"])
+def test_it_can_be_timed(case: str) -> None:
+    it_can_be_timed(make(case))
 
 
 def test_a_mask_of_tokens_is_heeded(x: torch.Tensor) -> None:
@@ -239,32 +280,101 @@ def test_a_mask_of_tokens_is_heeded(x: torch.Tensor) -> None:
     assert not close(expected, model(x).logits, 1e-6)
 
 
-def test_hidden_states_are_not_silently_left_out(x: torch.Tensor) -> None:
+@pytest.mark.parametrize("case", ["vit", "deit", "dinov2", "dinov3", "clip_bare", "siglip_bare"])
+def test_hidden_states_are_those_of_the_dense_model_however_often_gates_come_and_go(case: str, x: torch.Tensor) -> None:
+    model = make(case)
+    expected = model(x, output_hidden_states=True).hidden_states
+    for form in (hiap.attach, hiap.detach, hiap.attach):
+        form(model)
+        for _ in range(2):
+            found = model(x, output_hidden_states=True).hidden_states
+            assert len(found) == 4 and all(close(*both) for both in zip(expected, found, strict=True))
+    whole = hiap.extract(hiap.detach(model), hiap.Topology.from_counts(model))
+    found = whole(x, output_hidden_states=True).hidden_states
+    assert all(close(*both) for both in zip(expected, found, strict=True))
+    compact = hiap.extract(model, ragged(model))
+    tokens = [FAMILY.embed(compact, x)]
+    for block in hiap.optimize(compact, last_block=False).blocks:
+        tokens.append(block(tokens[-1]))
+    found = compact(x, output_hidden_states=True).hidden_states
+    assert all(close(*both) for both in zip(tokens, found, strict=True))
+
+
+@pytest.mark.parametrize("case", ["dinov2", "dinov3"])
+def test_gradient_checkpointing_gives_the_same_gradients(case: str, x: torch.Tensor) -> None:
+    calls: list[Any] = []
+    model = make(case)
+    model.gradient_checkpointing_enable()
+    compact = hiap.extract(model, hiap.Topology.from_counts(model, heads=[1, 2, 3], neurons=[8, 16, 9]))
+    compact.gradient_checkpointing_enable()
+    FAMILY.open(model)
+    for one in (model.train(), compact.train()):
+        found = []
+        for site in FAMILY.sites(one):
+            site.module.register_forward_pre_hook(lambda *args: calls.append(args[0]))
+        for again in (True, False):
+            if not again:
+                one.gradient_checkpointing_disable()
+            calls.clear()
+            torch.manual_seed(0)
+            logits_of(one(x)).square().sum().backward()
+            found.append([p.grad.clone() for p in one.parameters() if p.grad is not None])
+            assert len(calls) == (6 if again else 3)
+            one.zero_grad()
+        assert all(close(*both) for both in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("case", ["stages", "stages_registers", "dinov3_stages"])
+def test_a_backbone_gives_the_feature_maps_of_its_stages(case: str, x: torch.Tensor) -> None:
+    model = make(case)
+    whole = hiap.extract(model, hiap.Topology.from_counts(model))
+    maps = model(x).feature_maps
+    assert len(maps) == len(model.out_features)
+    assert all(close(*both) for both in zip(maps, whole(x).feature_maps, strict=True))
+    compact = hiap.extract(model, ragged(model))
+    assert [one.shape for one in compact(x).feature_maps] == [one.shape for one in maps]
+    model.config.out_features = ["stage1"]
+    with pytest.raises(
+        hiap.InputError, match=r"only the feature map of the last stage .* found stage1, expected stage3"
+    ):
+        hiap.optimize(model)
+
+
+def test_weights_of_attention_are_not_silently_left_out(x: torch.Tensor) -> None:
     compact = hiap.extract(make("vit"), ragged(make("vit")))
-    with pytest.raises(hiap.InputError, match="a pruned model has no output_hidden_states; register forward hooks"):
-        compact(x, output_hidden_states=True)
+    with pytest.raises(hiap.InputError, match="a pruned model has no output_attentions: its attention does not keep"):
+        compact(x, output_attentions=True)
     model = make("vit")
-    model.config.output_hidden_states = True
-    with pytest.raises(hiap.UnsupportedModelError, match=r"would need config.output_hidden_states = False\."):
+    model.config._attn_implementation = "eager"
+    model.config.output_attentions = True
+    with pytest.raises(hiap.UnsupportedModelError, match=r"would need config.output_attentions = False\."):
         hiap.attach(model)
 
 
-class TestRefused:
-    def test_a_rotary_embedding(self) -> None:
-        config = transformers.DINOv3ViTConfig(**WIDE)
-        with pytest.raises(
-            hiap.UnsupportedModelError,
-            match="the model is a DINOv3ViTModel: its rotary position embedding turns q/k dims in pairs",
-        ):
-            hiap.attach(transformers.DINOv3ViTModel(config))
+def test_a_key_bias_that_was_learned_stays(x: torch.Tensor) -> None:
+    model = hiap.attach(make("dinov3"))
+    for site in FAMILY.sites(model):
+        nn.init.normal_(site.attention.qkv.bias)
+    expected = model(x).pooler_output
+    assert close(expected, hiap.extract(model)(x).pooler_output)
+    assert close(expected, hiap.detach(model)(x).pooler_output)
 
-    def test_a_gated_mlp(self) -> None:
-        model = transformers.Dinov2Model(dino("Dinov2Config", use_swiglu_ffn=True))
+
+class TestRefused:
+    def test_packed_patches_of_siglip2(self) -> None:
+        config = transformers.Siglip2VisionConfig(**{**WIDE, "num_patches": 16})
         with pytest.raises(
             hiap.UnsupportedModelError,
-            match=r"encoder.layer.0.mlp is a Dinov2SwiGLUFFN: a gated MLP joins .* need rules to cut this MLP",
+            match=r"a Siglip2VisionModel: it takes packed patches .* which Transformers loads as a SiglipModel",
         ):
-            hiap.attach(model)
+            hiap.attach(transformers.Siglip2VisionModel(config))
+
+    def test_a_model_of_images_and_texts(self) -> None:
+        with pytest.raises(
+            hiap.UnsupportedModelError,
+            match=r"a CLIPModel: it reads texts besides images.* need its image tower alone: prune model.vision_model",
+        ):
+            hiap.attach(both("CLIP"))
 
     def test_another_class(self) -> None:
         model = transformers.ViTForMaskedImageModeling(vit("ViTConfig"))
@@ -370,6 +480,15 @@ class TestFolder:
         if case != "clip":  # whose classifier does not pass the option on
             assert torch.allclose(found(images).logits, model(images, **how).logits, atol=1e-5)
 
+    def test_dinov3_comes_bare_and_for_any_image_size(self, tmp_path: Path) -> None:
+        model = self.saved("dinov3", tmp_path)
+        found: Any = trained_model(f"hf:{tmp_path}", None, True, {"img_size": 24}).eval()
+        images = torch.randn(2, 3, 24, 24)
+        assert type(found) is type(model) and FAMILY.classes(found) == 0
+        assert FAMILY.input_shape(found) == (3, 24, 24) and 2 * hiap.macs(found) == flops(found, images[:1])
+        assert torch.equal(found(images).pooler_output, model(images).pooler_output)
+        assert torch.allclose(hiap.optimize(found)(images), model(images).pooler_output, atol=1e-4)
+
     def test_a_run_of_the_command_line_prunes_it(self, photos: Path, tmp_path: Path) -> None:
         self.saved("vit", tmp_path / "hf", image_mean=[0.5] * 3, image_std=[0.5] * 3)
         options = [
@@ -419,6 +538,16 @@ def test_without_the_package_the_command_that_installs_it_is_named(
             call()
 
 
+def test_a_version_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("vit")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
+    with pytest.raises(
+        hiap.ConfigError,
+        match=r'^models of Transformers need 5.22 or newer; found 4.57.1: pip install "hiap\[transformers\]"$',
+    ):
+        hiap.attach(model)
+
+
 def test_the_package_is_imported_for_its_own_models_alone() -> None:
     code = (
         "import sys, hiap, timm; hiap.attach(timm.create_model('vit_tiny_patch16_224')); assert {0} not in sys.modules"
@@ -442,6 +571,28 @@ def test_dinov2_of_timm_with_the_same_weights_is_pruned_to_the_same_network(x: t
         assert close(one.forward_features(x), output.last_hidden_state, 1e-8)
         assert close(one(x), output.pooler_output, 1e-8)
     assert hiap.macs(hiap.extract(other, topology)) == hiap.macs(hiap.extract(model, topology))
+
+
+def test_a_trained_dinov2_pruned_here_equals_the_one_pruned_in_timm() -> None:
+    file = SHARED / "models/dinov2_small_tin126.safetensors"
+    if not file.exists():
+        pytest.skip("the trained DINOv2 is not here")
+    other = trained_model("vit_small_patch14_dinov2", str(file), True, {"img_size": 126, "global_pool": "token"})
+    other = other.double().eval()
+    config = transformers.Dinov2Config(hidden_size=384, num_attention_heads=6, image_size=126, num_labels=200)
+    model = transformers.Dinov2ForImageClassification(config).double().eval()
+    weights = {name: tensor for name, tensor in other.state_dict().items() if not name.startswith("head.")}
+    model.dinov2.load_state_dict(from_timm(weights, model.dinov2))
+    with torch.no_grad():  # the classifier of Transformers reads the mean of the patches besides the class token
+        model.classifier.weight.copy_(torch.cat([other.head.weight, torch.zeros_like(other.head.weight)], 1))
+        model.classifier.bias.copy_(other.head.bias)
+    topology = ragged_by_chance(model, 0)
+    images = torch.randn(2, 3, 126, 126, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert hiap.macs(other.double()) + 200 * 384 == hiap.macs(model)
+    with torch.no_grad():
+        for one, two in ((other, model), (hiap.extract(other, topology), hiap.extract(model, topology))):
+            assert close(one.forward_features(images), two.dinov2(images).last_hidden_state, 1e-8)
+            assert close(one(images), two(images).logits, 1e-8)
 
 
 def from_timm(weights: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from hiap.models.described import DescribedFamily
     from hiap.models.family import Family, Site
     from hiap.models.registry import register_family
+    from hiap.models.transformers_towers import set_tower
     from hiap.nn.gates import Gate
     from hiap.nn.granularities import GRANULARITIES
     from hiap.pruning.align import align_heads
@@ -107,6 +108,7 @@ __all__ = [
     "save",
     "set_gates",
     "set_topology",
+    "set_tower",
     "weight_groups",
 ]
 
@@ -121,6 +123,7 @@ _MODULES = {  # and the names each of them gives to the package
     "models.described": "DescribedFamily",
     "models.family": "Family Site",
     "models.registry": "register_family",
+    "models.transformers_towers": "set_tower",
     "nn.gates": "Gate",
     "nn.granularities": "GRANULARITIES",
     "pruning.align": "align_heads",

@@ -21,6 +21,7 @@ from torch import Tensor
 from hiap.budget.cost import Cost
 from hiap.models.family import Site
 from hiap.nn.compact import Widths
+from hiap.nn.rotary import by_dim
 
 __all__ = ["Allocation", "Branch", "Floors", "Values"]
 
@@ -104,13 +105,19 @@ class FFN(Branch):
 
 
 class AttentionBranch(Branch):
+    """The attention of a block. Where rotary positions pair the q/k dims, whole pairs stay or go."""
+
     gate = "attention"
 
-    def __init__(self, dense: Widths, movable: Collection[str], floors: Floors, multiple: int) -> None:
+    def __init__(
+        self, dense: Widths, movable: Collection[str], floors: Floors, multiple: int, pairs: str | None = None
+    ) -> None:
         assert dense.heads
+        self.pairs = pairs
         least = min(floors.heads, dense.heads) if "head" in movable else dense.heads
         self.heads = list(range(dense.heads, least - 1, -1))
-        self.qk_dims = _axis(dense.qk_dim, 0.0, multiple, "qk_dim" in movable, STEPS)
+        even = multiple if pairs is None else math.lcm(multiple, 2)
+        self.qk_dims = _axis(dense.qk_dim, 0.0, even, "qk_dim" in movable, STEPS)
         self.value_dims = _axis(dense.value_dim, floors.value_dims, multiple, "value_dim" in movable, STEPS)
         widths = [Widths(*one, None) for one in product(self.heads, self.qk_dims, self.value_dims) if one[0]]
         self.choices = widths + [Widths(0, 0, 0, None)] * (least == 0) + [GONE] * (self.gate in movable)
@@ -120,14 +127,19 @@ class AttentionBranch(Branch):
         head = values["head"].flatten() if "head" in values else torch.full((self.heads[0],), math.inf).double()
         order = head.argsort(descending=True, stable=True)
         queries, vals = (
-            _lost(values.get(kind), axis).expand(len(order), -1)
-            for kind, axis in (("qk_dim", self.qk_dims), ("value_dim", self.value_dims))
+            _lost(of, axis).expand(len(order), -1)
+            for of, axis in ((self._queries(values), self.qk_dims), (values.get("value_dim"), self.value_dims))
         )
         dims = (queries[:, :, None] + vals[:, None, :]).minimum(head[:, None, None])[order].cumsum(0)
         closed = _lost(head if "head" in values else None, self.heads)
         some = [n for n in self.heads if n]
         inside = closed[: len(some), None, None] + dims[[n - 1 for n in some]]
         return torch.cat([inside.flatten(), closed[len(some) :]])
+
+    def _queries(self, values: Values) -> Tensor | None:
+        """What each q/k dim is worth: half of its pair. (heads, dims)"""
+        found = values.get("qk_dim")
+        return found if found is None or self.pairs is None else by_dim(found / 2, self.pairs, self.qk_dims[0], 0.0)
 
     def _all(self, values: Values) -> float:
         if "head" in values:
@@ -141,7 +153,7 @@ class AttentionBranch(Branch):
         return {
             "attention": float(price[0]),
             "head": _slope(grid[:, 0, 0], heads),
-            "qk_dim": _slope(grid[0, :, 0], self.qk_dims) / heads[0],
+            "qk_dim": _slope(grid[0, :, 0], self.qk_dims) / heads[0] * (1 if self.pairs is None else 2),
             "value_dim": _slope(grid[0, 0, :], self.value_dims) / heads[0],
         }
 
@@ -191,7 +203,7 @@ class Allocation:
         self.branches: list[tuple[int, Branch]] = []
         for i, (site, kinds) in enumerate(zip(sites, movable, strict=True)):
             arguments = (site.widths, kinds, floors or Floors(), multiple)
-            self.branches += [(i, AttentionBranch(*arguments))] if site.widths.heads else []
+            self.branches += [(i, AttentionBranch(*arguments, site.pairs))] if site.widths.heads else []
             self.branches += [(i, FFN(*arguments))] if site.widths.neurons else []
         blocks = [(sites[i], branch.choices) for i, branch in self.branches]
         self.cost, self.price = (

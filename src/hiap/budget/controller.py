@@ -18,8 +18,10 @@ from hiap.budget.allocate import Allocation, Floors, Values
 from hiap.budget.cost import Cost
 from hiap.budget.target import BudgetError, Target
 from hiap.errors import InputError
+from hiap.models.family import Site
 from hiap.models.registry import sites
 from hiap.nn.compact import Widths
+from hiap.nn.rotary import pair_count, pair_of
 from hiap.pruning.attach import gates, gates_by_block, is_gated
 from hiap.pruning.topology import BlockTopology, Topology, harden
 
@@ -133,9 +135,9 @@ class Controller:
         self.widths = self.allocation.widths(chosen)
         inside, level = self.allocation.inside(chosen, losses, rate)
         logits = [
-            (kinds[kind], ((value.log() - _bound(value.log(), kind, widths, worth[kind])) * sharpness).flatten())
-            for kinds, block, widths, worth in zip(
-                self.kinds, values, self.allocation.widths(inside), level, strict=True
+            (kinds[kind], ((value.log() - _bound(value.log(), kind, kept, worth[kind])) * sharpness).flatten())
+            for kinds, block, kept, worth in zip(
+                self.kinds, values, map(_units, self.sites, self.allocation.widths(inside)), level, strict=True
             )
             for kind, value in block.items()
         ]
@@ -172,8 +174,8 @@ class Controller:
         losses = self.allocation.losses(values)
         widths = self.allocation.widths(self.allocation.settle(losses, self.target))
         blocks = tuple(
-            _block_topology(now, {kind: _rank(kind, value) for kind, value in block.items()})
-            for now, block in zip(widths, values, strict=True)
+            _block_topology(site, now, {kind: _rank(kind, value) for kind, value in block.items()})
+            for site, now, block in zip(self.sites, widths, values, strict=True)
         )
         return Topology(blocks, tuple(site.widths for site in self.sites))
 
@@ -207,17 +209,22 @@ def _rounded(values: Tensor) -> Tensor:
     return (values * scale).round() / scale
 
 
-def _bound(values: Tensor, kind: str, widths: Widths, level: float) -> Tensor:
+def _units(site: Site, widths: Widths) -> dict[str, int | None]:
+    """How many units of each kind these widths have room for, in a head where the kind is a dim."""
+    queries = pair_count(widths.qk_dim, site.pairs)
+    return {"head": widths.heads, "value_dim": widths.value_dim, "qk_dim": queries, "neuron": widths.neurons}
+
+
+def _bound(values: Tensor, kind: str, kept: dict[str, int | None], level: float) -> Tensor:
     """Where units begin to be open: at the level, if it is between those that are kept and those that are not.
 
     Args:
         values: logarithms.
-        widths: of the block, were its branches open: units inside a closed branch keep their own ranking, so that the
-            branch can come back.
+        kept: units of the block, were its branches open: those inside a closed branch keep their own ranking, so that
+            the branch can come back.
         level: the value from which on a unit is worth its cost.
     """
     bound = torch.full((1,), level, dtype=values.dtype).log()
-    kept = {"head": widths.heads, "value_dim": widths.value_dim, "qk_dim": widths.qk_dim, "neuron": widths.neurons}
     if kind not in kept:
         return bound
     rows, count = values.view(1, -1) if kind in ("head", "neuron") else values, kept[kind] or 0
@@ -233,13 +240,17 @@ def _rank(kind: str, values: Tensor) -> Tensor:
     return (values.flatten() if kind == "head" else values).argsort(dim=-1, descending=True, stable=True)
 
 
-def _block_topology(now: Widths, rank: dict[str, Tensor]) -> BlockTopology:
+def _block_topology(site: Site, now: Widths, rank: dict[str, Tensor]) -> BlockTopology:
     """The units of greatest worth that fill these widths exactly."""
+    dims = site.widths.qk_dim
 
     def best(kind: str, count: int, head: int | None = None) -> tuple[int, ...]:
-        if kind not in rank:
+        if kind not in rank or (kind == "qk_dim" and count == dims):
             return tuple(range(count))
         order = rank[kind] if head is None else rank[kind][head]
+        if kind == "qk_dim" and site.pairs is not None:
+            pairs = set(order[: count // 2].tolist())
+            return tuple(dim for dim in range(dims) if pair_of(dim, dims, site.pairs) in pairs)
         return tuple(sorted(order[:count].tolist()))
 
     heads = None if now.heads is None else best("head", now.heads)

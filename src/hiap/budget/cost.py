@@ -147,16 +147,17 @@ class MacCost(LinearCost):
 
     def unit_costs(self, site: Site, qk_gated: bool) -> tuple[float, float, float, float]:
         n, d, w = self.tokens, site.dim, site.widths
+        neuron = (2 + site.glu) * n * d
         if self.accounting == "paper":
             if qk_gated:
                 raise InputError("the paper's accounting has no q/k dims; use accounting='exact' with qk_dim gates")
             c1 = 2 * n * d * (2 * w.qk_dim + w.value_dim) + 2 * n * n * w.qk_dim
-            return c1, 2 * n * d + 2 * n * n, 0, 4 * n * d
+            return c1, 2 * n * d + 2 * n * n, 0, 2 * neuron
         dim = 2 * n * d + n * n
-        return (0, dim, dim, 2 * n * d) if qk_gated else (w.qk_dim * dim, dim, 0, 2 * n * d)
+        return (0, dim, dim, neuron) if qk_gated else (w.qk_dim * dim, dim, 0, neuron)
 
     def block(self, site: Site, widths: Widths) -> int:
-        return self.per_mac * block_macs(self.tokens, site.dim, widths)
+        return self.per_mac * block_macs(self.tokens, site.dim, widths, site.glu)
 
 
 class ParamCost(LinearCost):
@@ -173,14 +174,16 @@ class ParamCost(LinearCost):
     def unit_costs(self, site: Site, qk_gated: bool) -> tuple[float, float, float, float]:
         d, w = site.dim, site.widths
         row = d + (site.attention.qkv.bias is not None) if w.heads else 0
-        neuron = 2 * d + (site.ffn.fc1.bias is not None) if w.neurons else 0
-        return (0, row + d, 2 * row, neuron) if qk_gated else (2 * row * w.qk_dim, row + d, 0, neuron)
+        neuron = (1 + site.glu) * (d + (site.ffn.fc1.bias is not None)) + d if w.neurons else 0
+        own = _own_of_head(site)
+        return (own, row + d, 2 * row, neuron) if qk_gated else (own + 2 * row * w.qk_dim, row + d, 0, neuron)
 
     def block(self, site: Site, widths: Widths) -> int:
         block, (head, value_dim, _, neuron) = site.block, self.unit_costs(site, False)
         total = 0.0
         if widths.heads:
-            per_head = head * widths.qk_dim / site.widths.qk_dim + value_dim * widths.value_dim
+            own = _own_of_head(site)
+            per_head = own + (head - own) * widths.qk_dim / site.widths.qk_dim + value_dim * widths.value_dim
             total += widths.heads * per_head + _numel([block.norm1, site.attention.q_norm, site.attention.k_norm])
         if widths.neurons:
             total += widths.neurons * neuron + _numel([block.norm2])
@@ -191,6 +194,12 @@ class ParamCost(LinearCost):
             if left is not None and (left or has_bias(branch, last)):
                 total += site.dim * has_bias(branch, last) + _numel([scale])
         return int(total)
+
+
+def _own_of_head(site: Site) -> int:
+    """Parameters that a head has whatever its widths: those of its relative positions."""
+    position = getattr(site.attention, "position", None) if site.widths.heads else None
+    return 0 if position is None else int(position.table.shape[0])
 
 
 def _numel(modules: Sequence[nn.Module]) -> int:

@@ -41,6 +41,7 @@ def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
     add("--precision", type=listed(str), metavar="A,B", help="of fp32, tf32, bf16, fp16 (default fp32,bf16; CPU: fp32)")
     modes = "of eager, compile, graph, compile+graph (default eager,compile; CPU: eager)"
     add("--mode", type=listed(str), metavar="A,B", help=modes)
+    add("--kernels", action="store_true", help="also on fused kernels (CUDA with Triton, bf16 or fp16)")
     add("--warmup", type=positive, help="untimed runs (default 10)")
     add("--runs", type=positive, help="timed runs of each network (default 50)")
     add(
@@ -62,6 +63,7 @@ def run(options: argparse.Namespace) -> int:
         "modes": options.mode or (["eager", "compile"] if on_gpu else ["eager"]),
         "warmup": options.warmup or (50 if paper else 10),
         "repeat": options.runs or (100 if paper else 50),
+        "kernels": options.kernels,
     }
     rows = bench(networks, device, say=lambda text: print(f"timing {text}", file=sys.stderr), **settings)
     found = record(rows, device, settings)

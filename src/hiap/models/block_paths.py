@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hiap.errors import InputError, UnsupportedModelError
 from hiap.models.family import put
+from hiap.models.linears import joined, linear_of, parted, without_values
 from hiap.nn.compact import Attention, Block, Mlp, Widths
 
 __all__ = ["BlockPaths", "ChannelScale", "find", "kind_of"]
@@ -207,7 +208,7 @@ class BlockPaths:
             multihead = found["attention"]
             qkv, out, attn_drop = *_of_multihead(multihead), multihead.dropout
         else:
-            qkv = found["qkv"] if "qkv" in found else _joined([found["q"], found["k"], found["v"]])
+            qkv = found["qkv"] if "qkv" in found else joined([found["q"], found["k"], found["v"]])
             out = found["out"]
         none = nn.Identity
         with torch.device("meta"):
@@ -225,7 +226,7 @@ class BlockPaths:
         scale1, scale2 = (ChannelScale(one) if isinstance(one, nn.Parameter) else one for one in scales)
         drop_path1, drop_path2 = (found.get(name, none()) for name in ("drop_path1", "drop_path2"))
         result = Block(found["norm1"], attn, scale1, drop_path1, found["norm2"], mlp, scale2, drop_path2)
-        result.shell = (_without_values(block),)  # type: ignore[assignment]  # a tuple: no child, not in the state
+        result.shell = (without_values(block),)  # type: ignore[assignment]  # a tuple: no child, not in the state
         return result.train(block.training)
 
     def from_block(self, block: Block) -> nn.Module:
@@ -240,7 +241,7 @@ class BlockPaths:
         own |= {"q_norm": attn.q_norm, "k_norm": attn.k_norm, "proj_drop": attn.proj_drop, "drop1": mlp.drop1}
         own |= {"drop2": mlp.drop2, "drop_path1": block.drop_path1, "drop_path2": block.drop_path2}
         own |= {"scale1": block.ls1, "scale2": block.ls2, "attn_drop": attn.attn_drop, "out": attn.proj}
-        own |= {"qkv": attn.qkv} if self.q is None else dict(zip("qkv", _parted(attn.qkv, attn.split), strict=True))
+        own |= {"qkv": attn.qkv} if self.q is None else dict(zip("qkv", parted(attn.qkv, attn.split), strict=True))
         if self.attention is not None:
             multihead: Any = shell.get_submodule(self.attention)
             multihead.in_proj_weight, multihead.in_proj_bias = attn.qkv.weight, attn.qkv.bias
@@ -276,12 +277,6 @@ def _members(module: nn.Module) -> list[str]:
     return [*module._modules, *module._parameters][:12]
 
 
-def _without_values(module: nn.Module) -> nn.Module:
-    """A copy of a module whose parameters are on the meta device."""
-    empty = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()}
-    return copy.deepcopy(module, empty)
-
-
 def _refuse(where: str, reason: str) -> None:
     raise UnsupportedModelError(f"{where}: {reason}")
 
@@ -297,34 +292,4 @@ def _of_multihead(multihead: Any) -> Iterator[nn.Linear]:
     """The packed projection and the output projection of torch's attention, on its own parameters."""
     out = multihead.out_proj
     for weight, bias in ((multihead.in_proj_weight, multihead.in_proj_bias), (out.weight, out.bias)):
-        yield _linear(weight, bias, multihead.training)
-
-
-def _linear(weight: nn.Parameter, bias: nn.Parameter | None, training: bool) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
-    linear.weight = weight
-    linear.bias = bias  # type: ignore[assignment]
-    return linear.train(training)
-
-
-def _joined(layers: list[nn.Linear]) -> nn.Linear:
-    """One Linear with the outputs of several."""
-    first = layers[0]
-    weight = _parameter(torch.cat([layer.weight.detach() for layer in layers]), first.weight)
-    bias = None
-    if first.bias is not None:
-        bias = _parameter(torch.cat([layer.bias.detach() for layer in layers]), first.bias)
-    return _linear(weight, bias, first.training)
-
-
-def _parted(layer: nn.Linear, sizes: list[int]) -> list[nn.Linear]:
-    """Several Linears, each with so many outputs of one."""
-    weights = [_parameter(part.detach().clone(), layer.weight) for part in torch.split(layer.weight, sizes)]
-    biases: list[nn.Parameter | None] = [None] * len(sizes)
-    if layer.bias is not None:
-        biases = [_parameter(part.detach().clone(), layer.bias) for part in torch.split(layer.bias, sizes)]
-    return [_linear(weight, bias, layer.training) for weight, bias in zip(weights, biases, strict=True)]
-
-
-def _parameter(tensor: Tensor, like: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor, like.requires_grad)
+        yield linear_of(weight, bias, multihead.training)

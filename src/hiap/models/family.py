@@ -16,8 +16,20 @@ from torch import Tensor, nn
 
 from hiap.errors import UnsupportedModelError
 from hiap.nn.compact import Attention, Block, Constant, Mlp, Widths
+from hiap.nn.rotary import Rope
 
-__all__ = ["Family", "ImageSize", "Preprocessing", "Recipe", "Site", "compact_widths", "logits_of", "put", "refuse"]
+__all__ = [
+    "Family",
+    "ImageSize",
+    "Preprocessing",
+    "Recipe",
+    "Site",
+    "compact_pairs",
+    "compact_widths",
+    "logits_of",
+    "put",
+    "refuse",
+]
 
 ImageSize: TypeAlias = "int | tuple[int, int] | None"  # height and width; None: the model's own
 Recipe: TypeAlias = dict[str, Any]  # what a model is rebuilt from, as JSON values
@@ -44,6 +56,8 @@ class Site:
         module: the block as it stands in the model.
         dim: the width of the residual stream.
         qk_norm: queries and keys are normalised, which ties all q/k dims of a head together.
+        pairs: how rotary positions pair the q/k dims of a head, "adjacent" or "halves"; None where they are free.
+        glu: the neurons of the FFN are gated: three matrices instead of two.
     """
 
     family: Family
@@ -52,6 +66,8 @@ class Site:
     dim: int
     widths: Widths
     qk_norm: bool = False
+    pairs: str | None = None
+    glu: bool = False
 
     @property
     def block(self) -> Block:
@@ -77,6 +93,7 @@ class Family(ABC):
     """
 
     name: str  # in config.json of saved models
+    casts_buffers = True  # buffers that are in no file are loaded in the dtype of the weights
 
     # -- what must be written ---------------------------------------------------------------------------------------
 
@@ -169,6 +186,10 @@ class Family(ABC):
         """What two models are compared by: logits, and features where they can be had."""
         return (logits_of(model(images)),)
 
+    def ropes(self, model: nn.Module) -> Sequence[Rope | None]:
+        """The table of rotary positions that each block is handed at the model's own image size, in eval."""
+        return [None] * len(self.sites(model))
+
     def fold_stem(self, model: nn.Module) -> nn.Module | None:
         """For inference: take the stem out of the model, as one module from images to tokens. None: leave it in."""
         return None
@@ -204,6 +225,10 @@ class Family(ABC):
     def saved_fields(self, model: nn.Module) -> dict[str, Any]:
         """What else config.json says, for other programs to read."""
         return {}
+
+    def note_record(self, model: nn.Module, record: Mapping[str, Any]) -> None:
+        """Keep with a compact model what it is rebuilt from, in the words of config.json. Here: nowhere."""
+        return None
 
     def versions(self) -> dict[str, str]:
         """Versions of the libraries that models of the family come from."""
@@ -257,17 +282,25 @@ def put(model: nn.Module, name: str, module: nn.Module) -> None:
 def compact_widths(block: Block) -> Widths:
     """The widths of a block of ours."""
     attn, mlp = block.attn, block.mlp
-    neurons = mlp.fc1.out_features if isinstance(mlp, Mlp) else None if mlp is None else 0
+    neurons = mlp.neurons if isinstance(mlp, Mlp) else None if mlp is None else 0
     if isinstance(attn, Attention):
         return Widths(attn.num_heads, attn.qk_dim, attn.value_dim, neurons)
     assert attn is None or isinstance(attn, Constant)
     return Widths(None if attn is None else 0, 0, 0, neurons)
 
 
+def compact_pairs(block: Block) -> str | None:
+    """How rotary positions pair the q/k dims in a block of ours; None where they do not."""
+    attn = block.attn
+    return attn.rotary.layout if isinstance(attn, Attention) and attn.rotary is not None else None
+
+
 def logits_of(output: Any) -> Tensor:
     """The logits in what a forward returns: a tensor, or an object with one; of a bare backbone, its features."""
     if isinstance(output, Tensor):
         return output
+    if getattr(output, "feature_maps", None):
+        return cast(Tensor, output.feature_maps[-1])
     names = ("logits", "image_embeds", "pooler_output", "last_hidden_state")
     return cast(Tensor, next(found for name in names if (found := getattr(output, name, None)) is not None))
 

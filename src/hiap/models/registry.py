@@ -10,11 +10,13 @@ from torch import nn
 from hiap.errors import CheckpointError, InputError, UnsupportedModelError
 from hiap.models.family import Family, Site
 from hiap.models.timm import TIMM
+from hiap.models.timm_beit import TIMM_BEIT
+from hiap.models.timm_eva import TIMM_EVA
 from hiap.nn.compact import Widths
 
 __all__ = ["family_named", "family_of", "find_family", "register_family", "sites", "widths_of"]
 
-_FAMILIES: dict[str, Family] = {TIMM.name: TIMM}
+_FAMILIES: dict[str, Family] = {family.name: family for family in (TIMM, TIMM_EVA, TIMM_BEIT)}
 _LIBRARIES = ("torchvision", "transformers")  # each with a FAMILY in a module of ours, which is imported on demand
 
 

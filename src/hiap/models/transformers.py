@@ -1,4 +1,4 @@
-"""Vision Transformers of Hugging Face Transformers: ViT, DeiT, DINOv2, CLIP's and SigLIP's image towers.
+"""Vision Transformers of Hugging Face Transformers: ViT, DeiT, DINOv2, DINOv3, CLIP's and SigLIP's image towers.
 
 A model qualifies by its class and by the members of its layers. Layers become `EncoderBlock`s when gates are attached,
 and layers again when they are taken out. The files `transformers_*.py` know the members of these models, this one
@@ -7,6 +7,7 @@ answers what the package asks of a family.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Mapping
 from typing import Any, cast
@@ -16,11 +17,20 @@ from torch import Tensor, nn
 
 from hiap.errors import CheckpointError, InputError
 from hiap.models.family import Family, ImageSize, Preprocessing, Recipe, Site, logits_of, refuse
-from hiap.models.transformers_layers import EncoderBlock, block_of, layer_of, layer_widths
+from hiap.models.transformers_configs import is_pruned, note_in_config
+from hiap.models.transformers_layers import (
+    EncoderBlock,
+    block_of,
+    has_gated_mlp,
+    is_rotary,
+    layer_of,
+    layer_widths,
+    let_record,
+    stop_recording,
+)
 from hiap.models.transformers_parts import (
     CLASSES,
     HEADS,
-    READ,
     UNDECAYED,
     USES,
     WHOLE,
@@ -31,16 +41,19 @@ from hiap.models.transformers_parts import (
     config_of,
     core_of,
     home_of,
+    is_backbone,
     kind_of,
     library,
     pair,
     patch_of,
     prefix_of,
+    read_tokens,
     stem_of,
     width_of,
 )
 from hiap.models.transformers_recipes import OPTIONS, SHAPES, USAGE, around, check_recipe, made
 from hiap.nn.compact import Block
+from hiap.nn.rotary import Rope
 from hiap.nn.stem import Stem
 
 __all__ = ["FAMILY", "EncoderBlock", "TransformersFamily"]
@@ -50,6 +63,7 @@ class TransformersFamily(Family):
     """The ViTs of Hugging Face Transformers, as classifiers or bare."""
 
     name = "transformers"
+    casts_buffers = False  # as Transformers itself: rotary frequencies stay in float32
 
     def accepts(self, model: nn.Module) -> bool:
         hf = sys.modules.get("transformers")  # without it there is no model of it
@@ -58,11 +72,15 @@ class TransformersFamily(Family):
     def sites(self, model: ViT) -> list[Site]:
         check_class(model)
         home, dim = home_of(model), width_of(model)
-        for name in ("output_hidden_states", "output_attentions"):
-            if any(getattr(config, name, False) for config in (model.config, config_of(model))):
-                refuse("the model", model, f"blocks do not record what {name} asks for", f"config.{name} = False")
+        if any(getattr(config, "output_attentions", False) for config in (model.config, config_of(model))):
+            reason = "blocks do not keep what output_attentions asks for"
+            refuse("the model", model, reason, "config.output_attentions = False")
         return [
-            Site(self, f"{home}.{i}", layer, dim, layer_widths(f"{home}.{i}", layer))
+            Site(
+                *(self, f"{home}.{i}", layer, dim, layer_widths(f"{home}.{i}", layer)),
+                pairs="halves" if is_rotary(layer) else None,
+                glu=has_gated_mlp(layer),
+            )
             for i, layer in enumerate(model.get_submodule(home))
         ]
 
@@ -73,9 +91,13 @@ class TransformersFamily(Family):
         return layer_of(block)
 
     def open(self, model: nn.Module) -> list[Site]:
-        for module in model.modules():  # hooks on layers do not move to the blocks
-            vars(module).pop("_output_capturing_hooks_installed", None)
+        stop_recording(model)
+        let_record(model)
         return super().open(model)
+
+    def close(self, model: nn.Module) -> None:
+        stop_recording(model)
+        super().close(model)
 
     def stem(self, model: ViT) -> nn.Module:
         return cast(nn.Module, core_of(model).embeddings)
@@ -83,7 +105,7 @@ class TransformersFamily(Family):
     def input_shape(self, model: ViT, size: ImageSize = None) -> tuple[int, int, int]:
         own, conv = pair(config_of(model).image_size), stem_of(model)
         height, width = own if size is None else pair(size)
-        if (height, width) != own and kind_of(model) != "dinov2":
+        if (height, width) != own and kind_of(model) not in ("dinov2", "dinov3"):
             raise InputError(
                 f"the {type(model).__name__} takes images of {own[0]}x{own[1]}; found {height}x{width}. Its positions "
                 "must be interpolated first: pass --img-size with --model hf:FOLDER"
@@ -115,12 +137,22 @@ class TransformersFamily(Family):
         return cast(Tensor, core.pre_layrnorm(x) if hasattr(core, "pre_layrnorm") else x)
 
     def head(self, model: ViT, tokens: Tensor) -> Tensor:
-        return READ[kind_of(model)](model, core_of(model), tokens)
+        return read_tokens(model, tokens)
 
     def outputs(self, model: ViT, images: Tensor) -> tuple[Tensor, ...]:
         found = model(images)
+        if is_backbone(model):
+            return tuple(found.feature_maps)
         features = getattr(found, "last_hidden_state", None)
         return (logits_of(found),) if features is None else (features, logits_of(found))
+
+    def ropes(self, model: ViT) -> list[Rope | None]:
+        table, core = None, core_of(model)
+        if hasattr(core, "rope_embeddings"):
+            angles = copy.deepcopy(core.rope_embeddings).eval()
+            cos, sin = angles(stem_of(model).weight.new_zeros(1, *self.input_shape(model)))
+            table = sin, cos
+        return [table] * len(self.sites(model))
 
     def fold_stem(self, model: ViT) -> nn.Module | None:
         core, conv, shape = core_of(model), stem_of(model), self.input_shape(model)
@@ -135,7 +167,7 @@ class TransformersFamily(Family):
         kind, bare = kind_of(model), not self.classifier(model)
         if kind in ("vit", "deit"):
             return len(self.classifier(model)) or (None if core_of(model).pooler is None else 1)
-        return 1 if bare and kind in ("dinov2", "clip") else None
+        return 1 if bare and kind in ("dinov2", "dinov3", "clip") and not is_backbone(model) else None
 
     def without_decay(self, model: ViT) -> set[str]:
         return {name for name, _ in model.named_parameters() if any(word in name for word in UNDECAYED)}
@@ -143,6 +175,8 @@ class TransformersFamily(Family):
     def unread(self, model: ViT) -> list[nn.Parameter]:
         core, classifier = core_of(model), self.classifier(model)
         found = [p for name, p in model.named_parameters() if name.endswith("mask_token")]
+        if is_backbone(model) and not (model.config.apply_layernorm or hasattr(core, "norm")):
+            return [*found, *core.layernorm.parameters()]
         idle = core.post_layernorm if kind_of(model) == "clip" else attention_pool(core)
         return [*found, *idle.parameters()] if classifier and idle is not None else found
 
@@ -154,8 +188,9 @@ class TransformersFamily(Family):
         heads = [name for name in HEADS if name in model._modules]
         if not heads:
             cls = type(model).__name__
-            other = next(name for name, own in CLASSES.items() if own == CLASSES.get(cls) and "Classif" in name)
-            raise InputError(f"a {cls} has no classifier: load the same weights as a {other}")
+            others = [name for name, own in CLASSES.items() if own == CLASSES.get(cls) and "Classif" in name]
+            mend = f"load the same weights as a {others[0]}" if others else "Transformers has no such class with one"
+            raise InputError(f"a {cls} has no classifier: {mend}")
         width, like = 2 * width_of(model) if kind_of(model) == "dinov2" else width_of(model), stem_of(model).weight
         for name in heads:
             head = nn.Linear(width, classes, device=like.device, dtype=like.dtype) if classes else nn.Identity()
@@ -186,6 +221,8 @@ class TransformersFamily(Family):
         if names and len(names) == self.classes(model):
             model.config.id2label = dict(enumerate(names))
             model.config.label2id = {name: i for i, name in enumerate(names)}
+        if is_pruned(model.config):
+            model.config.pretrained_cfg = dict(usage)
         super().set_usage(model, {name: value for name, value in usage.items() if name != "label_names"})
 
     def check_usage(self, where: str, usage: Mapping[str, Any]) -> None:
@@ -195,20 +232,32 @@ class TransformersFamily(Family):
             if value is not None and fits is not None and not fits(value):
                 raise CheckpointError(f"{where} has {name} {str(value)[:40]!r}, which cannot be read")
 
+    def note_record(self, model: ViT, record: Mapping[str, Any]) -> None:
+        stop_recording(model)
+        let_record(model)
+        usage = self.usage(model)
+        note_in_config(model, {**record, "pretrained_cfg": usage} if usage else record)
+
+    def saved_fields(self, model: ViT) -> dict[str, Any]:
+        config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
+        return {**config, "architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
+
     def versions(self) -> dict[str, str]:
         return {"transformers": str(library().__version__)}
 
     def describe(self, model: ViT, origin: Recipe | None = None) -> Recipe:
         cls = type(model).__name__
-        if cls not in CLASSES or type(model) is not getattr(library(), cls, None):
+        if cls not in CLASSES or not type(model).__module__.startswith(("transformers.", "hiap.")):
             raise CheckpointError(f"{cls} cannot be rebuilt from a recipe: expected one of {', '.join(CLASSES)}")
         config, core = config_of(model), core_of(model)
         found = {name: getattr(config, name) for name in SHAPES[CLASSES[cls][1]] if hasattr(config, name)}
         found = {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
         recipe: Recipe = {"class": cls, "config": found, "num_labels": self.classes(model)}
-        if cls in OPTIONS:
+        if cls in ("ViTModel", "DeiTModel"):
             tokens = core.embeddings.mask_token is not None
             recipe |= {"add_pooling_layer": core.pooler is not None, "use_mask_token": tokens}
+        elif is_backbone(model):
+            recipe |= {name: getattr(config, name) for name in OPTIONS[cls]}
         return recipe
 
     def build(self, recipe: Recipe) -> nn.Module:
@@ -216,15 +265,21 @@ class TransformersFamily(Family):
         cls = recipe["class"]
         kind, config_class = CLASSES[cls]
         hf = library()
-        options = {name: recipe[name] for name in ("add_pooling_layer", "use_mask_token") if cls in OPTIONS}
+        options = {name: recipe[name] for name in OPTIONS.get(cls, ())}
+        stages = options if cls.endswith("Backbone") else {}  # which the configuration has
         try:
-            config = getattr(hf, config_class)(**recipe["config"])
+            config = getattr(hf, config_class)(**recipe["config"], **stages)
             if kind in WHOLE and "Classification" in cls:
                 config = around(kind, config)
             with torch.device("meta"):
-                model = made(getattr(hf, cls), config, recipe["num_labels"], **options)
+                model = made(getattr(hf, cls), config, recipe["num_labels"], **({} if stages else options))
         except Exception as error:  # whatever a configuration or a constructor makes of odd values
             raise CheckpointError(f"Transformers cannot make the {cls} of the skeleton: {error}") from error
+        stop_recording(model)  # backbones begin with it
+        let_record(model)
+        core = core_of(model)
+        if hasattr(core, "rope_embeddings"):
+            core.rope_embeddings = type(core.rope_embeddings)(config)
         for module in model.modules():
             if isinstance(getattr(module, "position_ids", None), Tensor):  # no part of the weights
                 count = module.position_ids.shape[-1]

@@ -15,6 +15,8 @@ from torch import nn
 from hiap.errors import ConfigError, InputError
 from hiap.models.family import ImageSize
 from hiap.models.transformers import FAMILY
+from hiap.models.transformers_auto import pruned_class
+from hiap.models.transformers_configs import is_pruned
 from hiap.models.transformers_parts import (
     CLASSES,
     HEADS,
@@ -39,6 +41,7 @@ _BY_TYPE = {
     "deit": "DeiTForImageClassification",
     "dinov2": "Dinov2ForImageClassification",
     "dinov2_with_registers": "Dinov2WithRegistersForImageClassification",
+    "dinov3_vit": "DINOv3ViTModel",
     **dict.fromkeys(("clip", "clip_vision_model"), "CLIPForImageClassification"),
     **dict.fromkeys(("siglip", "siglip_vision_model"), "SiglipForImageClassification"),
 }
@@ -54,6 +57,8 @@ _RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
 def hub_model(name: str, pretrained: bool, arguments: Mapping[str, Any], features: bool = False) -> nn.Module:
     """The classifier in a folder that `save_pretrained` wrote, or of a name on the hub.
+
+    A pruned model, and one of a kind that has no class with a classifier, comes as it is.
 
     Args:
         name: "hf:FOLDER" or "hf:NAME".
@@ -81,7 +86,9 @@ def hub_model(name: str, pretrained: bool, arguments: Mapping[str, Any], feature
         known = ", ".join(sorted(_BY_TYPE))
         raise ConfigError(f"{name} is a {config.model_type}, which cannot be pruned; known: {known}")
     try:
-        if features and config.model_type in _BARE:
+        if is_pruned(config):
+            model = _load(pruned_class(getattr(hf, cls), config.__class__), where, config, pretrained)
+        elif features and config.model_type in _BARE:
             model = _load_bare(hf, where, config, pretrained)
         elif config.model_type in _TOWERS:
             model = _load_tower(hf, cls, where, config, pretrained)
@@ -100,7 +107,9 @@ def hub_model(name: str, pretrained: bool, arguments: Mapping[str, Any], feature
 
 def _class_for(config: Any) -> str | None:
     given = (getattr(config, "architectures", None) or [""])[0]
-    return given if given in CLASSES and "Classification" in given else _BY_TYPE.get(config.model_type)
+    if given in CLASSES and ("Classification" in given or is_pruned(config)):
+        return str(given)
+    return _BY_TYPE.get(config.model_type)
 
 
 def _load(cls: Any, where: str, config: Any, pretrained: bool) -> ViT:
@@ -146,17 +155,19 @@ def _resized(model: ViT, size: ImageSize) -> ViT:
     height, width = pair(size)
     if height % patch[0] or width % patch[1] or height != width:
         raise InputError(f"img_size must be square and a multiple of the {patch[0]}x{patch[1]} patch; found {size}")
+    positions = None
     registers = getattr(embeddings, "register_tokens", None)  # they come after the positions
     placed = prefix_of(model) - (0 if registers is None else registers.shape[1])
     like = torch.empty(1, (height // patch[0]) * (width // patch[1]) + placed, width_of(model))
-    with torch.no_grad():
-        positions = embeddings.interpolate_pos_encoding(like, height, width)
+    if hasattr(embeddings, "interpolate_pos_encoding"):  # rotary positions are computed for any size
+        with torch.no_grad():
+            positions = embeddings.interpolate_pos_encoding(like, height, width)
     config = copy.deepcopy(model.config)
     getattr(config, "vision_config", config).image_size = height
     resized = made(type(model), config, FAMILY.classes(model))
     state = model.state_dict()
     for name in state:
-        if "position_embedding" in name:
+        if positions is not None and "position_embedding" in name:
             state[name] = positions.reshape(resized.state_dict()[name].shape)
     resized.load_state_dict(state)
     return resized

@@ -4,20 +4,41 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import math
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from hiap.errors import InputError
-from hiap.models.family import compact_widths, refuse
+from hiap.models.family import compact_pairs, compact_widths, refuse
+from hiap.models.linears import joined, parted
 from hiap.models.transformers_parts import ViT, first_of, place_of
-from hiap.nn.compact import Attention, Block, Mlp, Widths
+from hiap.nn.compact import Attention, Block, GluMlp, Mlp, Widths, is_glu
+from hiap.nn.rotary import Rotary
 
-__all__ = ["EncoderBlock", "block_of", "layer_of", "layer_widths"]
+__all__ = [
+    "EncoderBlock",
+    "block_of",
+    "has_gated_mlp",
+    "is_rotary",
+    "layer_of",
+    "layer_widths",
+    "let_record",
+    "stop_recording",
+]
 
-_LAYERS = ("ViTLayer", "DeiTLayer", "Dinov2Layer", "Dinov2WithRegistersLayer", "CLIPEncoderLayer", "SiglipEncoderLayer")
+_LAYERS = (
+    "ViTLayer",
+    "DeiTLayer",
+    "Dinov2Layer",
+    "Dinov2WithRegistersLayer",
+    "CLIPEncoderLayer",
+    "SiglipEncoderLayer",
+    "DINOv3ViTLayer",
+)
 
 # Our member -> the names it has in a layer, of which a layer has one (or none, where it has no such member).
 _PLACES = {
@@ -27,9 +48,10 @@ _PLACES = {
     "key": ("attention.k_proj", "self_attn.k_proj"),
     "value": ("attention.v_proj", "self_attn.v_proj"),
     "proj": ("attention.o_proj", "self_attn.out_proj"),
-    "fc1": ("mlp.fc1",),
-    "fc2": ("mlp.fc2",),
-    "act": ("mlp.activation_fn", "mlp.activation"),
+    "fc1": ("mlp.fc1", "mlp.up_proj"),
+    "fc2": ("mlp.fc2", "mlp.down_proj"),
+    "gate": ("mlp.gate_proj",),
+    "act": ("mlp.activation_fn", "mlp.activation", "mlp.act_fn"),
     "proj_drop": ("dropout",),
     "drop2": ("dropout",),
     "drop_path": ("drop_path",),
@@ -38,7 +60,7 @@ _PLACES = {
 }
 _HEAD_DIM = ("attention.head_dim", "self_attn.head_dim")
 _SCALE = ("attention.scaling", "self_attn.scale")
-_ATTN_DROP = ("attention.attention_dropout", "self_attn.dropout")
+_ATTN_DROP = ("attention.attention_dropout", "self_attn.dropout", "attention.dropout")
 
 
 class EncoderBlock(Block):
@@ -46,20 +68,40 @@ class EncoderBlock(Block):
 
     Attributes:
         layer: the layer it was made from, without weights, so that it can become one again; none once it was cut.
+        gradient_checkpointing: what is computed here is not kept for the gradients, but computed again.
     """
 
     layer: tuple[nn.Module, ...] = ()  # in a tuple, so that it is no part of the network
+    gradient_checkpointing = False  # Transformers sets this, and the function that does it
+    _gradient_checkpointing_func: Callable[..., Any]
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        call = functools.partial(super().__call__, **options)
+        return (
+            self._gradient_checkpointing_func(call, *args)
+            if self.gradient_checkpointing and self.training
+            else call(*args)
+        )
 
     def forward(  # type: ignore[override]
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **options: Any
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **options: Any,
     ) -> Tensor:
+        """
+        Args:
+            position_embeddings: cosines and sines of rotary positions.
+        """
         wanted = [name for name in _REFUSED if options.get(name) is not None and options[name] is not False]
         if wanted:
-            raise InputError(f"a pruned model has no {wanted[0]}; register forward hooks on its blocks instead")
-        return super().forward(hidden_states, attention_mask)
+            raise InputError(f"a pruned model has no {wanted[0]}: its attention does not keep the weights of tokens")
+        rope = None if position_embeddings is None else (position_embeddings[1], position_embeddings[0])
+        return super().forward(hidden_states, attention_mask, rope=rope)
 
 
-_REFUSED = ("output_attentions", "output_hidden_states", "head_mask")
+_REFUSED = ("output_attentions", "head_mask")
 
 
 class _Scale(nn.Module):
@@ -73,25 +115,28 @@ class _Scale(nn.Module):
         return x * self.gamma
 
 
-def block_of(block: ViT) -> Block:
+def block_of(layer: ViT) -> Block:
     """The block that computes what a layer does."""
-    at = functools.partial(_found, block)
-    query, key, value, proj, fc1, fc2 = (at(name) for name in ("query", "key", "value", "proj", "fc1", "fc2"))
-    dim, width, drop = query.in_features, first_of(block, _HEAD_DIM), first_of(block, _ATTN_DROP)
-    norms, drops = (nn.Identity(), nn.Identity()), [_dropout(at(name)) for name in ("proj_drop", "drop2")]
-    biases = query.bias is not None, proj.bias is not None
+    at = functools.partial(_found, layer)
+    query, key, value, proj, fc2 = (at(name) for name in ("query", "key", "value", "proj", "fc2"))
+    qkv, fc1 = joined([query, key, value]), at("fc1") if at("gate") is None else joined([at("gate"), at("fc1")])
+    dim, width, drop = query.in_features, first_of(layer, _HEAD_DIM), first_of(layer, _ATTN_DROP)
+    heads, drops = query.out_features // width, [_dropout(at(name)) for name in ("proj_drop", "drop2")]
+    rotary = Rotary(heads, width, width, "halves") if is_rotary(layer) else None
     with torch.device("meta"):  # their Linears come at once
         attn = Attention(
-            *(dim, query.out_features // width, width, width, width, *biases),
-            *(*norms, nn.Dropout(float(drop or 0.0)), drops[0]),
+            *(dim, heads, width, width, width, qkv.bias is not None, proj.bias is not None),
+            *(nn.Identity(), nn.Identity(), nn.Dropout(float(drop or 0.0)), drops[0], rotary),
         )
-        mlp = Mlp(dim, 1, True, True, at("act"), nn.Identity(), drops[1])
-    attn.qkv, attn.proj, mlp.fc1, mlp.fc2 = _joined(query, key, value), proj, fc1, fc2
+        kind = Mlp if at("gate") is None else GluMlp
+        mlp = kind(dim, fc2.in_features, True, True, at("act"), nn.Identity(), drops[1])
+    attn.qkv, attn.proj, mlp.fc1, mlp.fc2 = qkv, proj, fc1, fc2
     scales = [_Scale(scale.lambda1) if scale is not None else nn.Identity() for scale in (at("ls1"), at("ls2"))]
     paths = [copy.deepcopy(path) if path is not None else nn.Identity() for path in [at("drop_path")] * 2]
     made = EncoderBlock(at("norm1"), attn, scales[0], paths[0], at("norm2"), mlp, scales[1], paths[1])
-    made.layer = (_weightless(block),)
-    return made.train(block.training)
+    vars(made).update({name: value for name, value in vars(layer).items() if "gradient_checkpointing" in name})
+    made.layer, made.glu = (_without_values(layer),), kind is GluMlp
+    return made.train(layer.training)
 
 
 def layer_of(block: Block) -> nn.Module:
@@ -100,8 +145,10 @@ def layer_of(block: Block) -> nn.Module:
     if not isinstance(block, EncoderBlock) or not block.layer:
         return block
     layer = copy.deepcopy(block.layer[0])
-    parts: dict[str, nn.Module] = dict(zip(("query", "key", "value"), _parted(attn.qkv), strict=True))
-    parts |= {"norm1": block.norm1, "norm2": block.norm2, "proj": attn.proj, "fc1": mlp.fc1, "fc2": mlp.fc2}
+    parts: dict[str, nn.Module] = {"norm1": block.norm1, "norm2": block.norm2, "proj": attn.proj, "fc2": mlp.fc2}
+    for names, whole in ((("query", "key", "value"), attn.qkv), (_inner(layer), mlp.fc1)):
+        like = {name: _found(layer, name) for name in names}
+        parts |= _parted(whole, like) if len(like) > 1 else dict.fromkeys(like, whole)
     for name, module in parts.items():
         parent, _, last = cast(str, place_of(layer, _PLACES[name])).rpartition(".")
         setattr(layer.get_submodule(parent), last, module)
@@ -109,6 +156,23 @@ def layer_of(block: Block) -> nn.Module:
         if isinstance(scale, _Scale):
             _found(layer, name).lambda1 = scale.gamma
     return layer.train(block.training)
+
+
+def is_rotary(layer: nn.Module) -> bool:
+    """Whether a layer turns queries and keys by their positions."""
+    if isinstance(layer, Block):
+        return compact_pairs(layer) is not None
+    return "position_embeddings" in inspect.signature(type(layer).forward).parameters
+
+
+def has_gated_mlp(layer: nn.Module) -> bool:
+    """Whether the neurons of a layer or a block are gated."""
+    return is_glu(layer) if isinstance(layer, Block) else _found(layer, "gate") is not None
+
+
+def _inner(layer: nn.Module) -> tuple[str, ...]:
+    """The Linears that the first one of our MLP is made of."""
+    return ("fc1",) if _found(layer, "gate") is None else ("gate", "fc1")
 
 
 def _found(layer: nn.Module, name: str) -> Any:
@@ -125,10 +189,7 @@ def layer_widths(name: str, layer: ViT) -> Widths:
         return compact_widths(layer)
     if type(layer).__name__ not in _LAYERS:
         refuse(name, layer, "it is not a standard pre-norm layer of these models", "rules to gate and cut this layer")
-    if _found(layer, "fc1") is None:
-        gated = "a gated MLP joins its neurons in pairs" if "glu" in type(layer.mlp).__name__.lower() else "no fc1, fc2"
-        refuse(f"{name}.mlp", layer.mlp, gated, "rules to cut this MLP")
-    linears = {part: _found(layer, part) for part in ("query", "key", "value", "proj", "fc1", "fc2")}
+    linears = {part: _found(layer, part) for part in ("query", "key", "value", "proj", "fc2", *_inner(layer))}
     for part, linear in linears.items():
         if linear is None or type(linear) is not nn.Linear or "weight" not in linear._parameters:
             place = place_of(layer, _PLACES[part]) or part
@@ -137,46 +198,48 @@ def layer_widths(name: str, layer: ViT) -> Widths:
     for inside, module in layer.named_modules():
         if not type(module).__module__.startswith(("transformers.", "torch.nn.modules.")):
             refuse(f"{name}.{inside}", module, "it is not of Transformers", "rules to gate and cut this module")
-    if len({linears[part].bias is None for part in ("query", "key", "value")}) > 1:
-        refuse(name, layer, "only some of q, k and v have a bias", "a model where all or none have one")
     width, scale = first_of(layer, _HEAD_DIM), first_of(layer, _SCALE)
     if not math.isclose(scale, width**-0.5):
         refuse(name, layer, f"its softmax scale is {scale}, not that of {width} dims", "the usual scale")
-    return Widths(linears["query"].out_features // width, width, width, linears["fc1"].out_features)
+    return Widths(linears["query"].out_features // width, width, width, linears["fc2"].in_features)
 
 
-def _joined(*linears: nn.Linear) -> nn.Linear:
-    """One Linear with the outputs of several."""
-    with torch.device("meta"):
-        joined = nn.Linear(linears[0].in_features, sum(one.out_features for one in linears))
-    for name in ("weight", "bias"):
-        tensors = [getattr(one, name) for one in linears]
-        whole = None
-        if tensors[0] is not None:
-            whole = nn.Parameter(torch.cat([t.detach() for t in tensors]), tensors[0].requires_grad)
-        setattr(joined, name, whole)
-    return joined
+def _parted(whole: nn.Linear, like: Mapping[str, nn.Linear]) -> dict[str, nn.Module]:
+    """The Linears that were joined. One that had no bias has none again, unless it has learned one."""
+    parts = parted(whole, [one.out_features for one in like.values()])
+    for part, old in zip(parts, like.values(), strict=True):
+        if part.bias is not None and old.bias is None and not part.bias.any():
+            part.register_parameter("bias", None)
+    return dict(zip(like, parts, strict=True))
 
 
-def _parted(joined: nn.Linear) -> list[nn.Linear]:
-    """The Linears of queries, keys and values."""
-    parts = []
-    for i in range(3):
-        with torch.device("meta"):
-            part = nn.Linear(joined.in_features, joined.out_features // 3)
-        for name in ("weight", "bias"):
-            whole = getattr(joined, name)
-            own = None if whole is None else nn.Parameter(whole.detach().chunk(3)[i].clone(), whole.requires_grad)
-            setattr(part, name, own)
-        parts.append(part)
-    return parts
-
-
-def _weightless(layer: nn.Module) -> nn.Module:
+def _without_values(layer: nn.Module) -> nn.Module:
     """A copy of a layer that keeps no weights; it shares the configuration."""
-    memo: dict[int, Any] = {id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in layer.parameters()}
-    for module in layer.modules():
-        config = vars(module).get("config")
-        if config is not None:
-            memo[id(config)] = config
-    return copy.deepcopy(layer, memo)
+    shared = {id(config): config for module in layer.modules() if (config := vars(module).get("config")) is not None}
+    return copy.deepcopy(layer, {**shared, **{id(p): _on_meta(p) for p in layer.parameters()}})
+
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+
+
+def let_record(model: nn.Module) -> None:
+    """Let Transformers record what leaves our blocks as it does for its layers (`output_hidden_states`)."""
+    for module in model.modules():
+        recorded: Any = getattr(module, "_can_record_outputs", None) or {}
+        kinds = recorded.get("hidden_states", EncoderBlock)
+        kinds = kinds if isinstance(kinds, list) else [kinds]
+        if EncoderBlock not in kinds:
+            recorded["hidden_states"] = [*kinds, EncoderBlock]
+
+
+def stop_recording(model: nn.Module) -> None:
+    """Take out the hooks that record outputs, which do not move to other blocks. Transformers puts new ones in."""
+    for module in model.modules():
+        vars(module).pop("_output_capturing_hooks_installed", None)
+        hooks = module._forward_hooks
+        for key in [key for key, hook in hooks.items() if getattr(hook, "__module__", None) == _RECORDER]:
+            del hooks[key]
+
+
+_RECORDER = "transformers.utils.output_capturing"

@@ -14,16 +14,16 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from hiap.errors import ConfigError
+from hiap.errors import ConfigError, InputError
 from hiap.models.family import refuse
 
 __all__ = [
     "CLASSES",
     "HEADS",
-    "READ",
     "UNDECAYED",
     "USES",
     "WHOLE",
+    "WHOLE_MODELS",
     "ViT",
     "attention_pool",
     "check_class",
@@ -32,6 +32,7 @@ __all__ = [
     "core_of",
     "first_of",
     "home_of",
+    "is_backbone",
     "kind_of",
     "library",
     "pair",
@@ -39,6 +40,7 @@ __all__ = [
     "place_of",
     "prefix_of",
     "reach",
+    "read_tokens",
     "stem_of",
     "width_of",
 ]
@@ -47,6 +49,7 @@ __all__ = [
 ViT: TypeAlias = Any
 
 INSTALL = 'pip install "hiap[transformers]"'
+OLDEST = (5, 22)  # as in pyproject.toml: layers of older versions have other members, and return tuples
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ USES = {
     "vit": _Use(_HALF, _HALF, "bilinear", crop_mode="squash"),
     "deit": _Use(*_IMAGENET, crop_pct=0.875),
     "dinov2": _Use(*_IMAGENET, crop_pct=0.875),
+    "dinov3": _Use(*_IMAGENET, "bilinear", crop_mode="squash"),
     "clip": _Use((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
     "siglip": _Use(_HALF, _HALF, crop_mode="squash"),
 }
@@ -79,8 +83,12 @@ CLASSES = {
     "DeiTModel": ("deit", "DeiTConfig"),
     "Dinov2ForImageClassification": ("dinov2", "Dinov2Config"),
     "Dinov2Model": ("dinov2", "Dinov2Config"),
+    "Dinov2Backbone": ("dinov2", "Dinov2Config"),
     "Dinov2WithRegistersForImageClassification": ("dinov2", "Dinov2WithRegistersConfig"),
     "Dinov2WithRegistersModel": ("dinov2", "Dinov2WithRegistersConfig"),
+    "Dinov2WithRegistersBackbone": ("dinov2", "Dinov2WithRegistersConfig"),
+    "DINOv3ViTModel": ("dinov3", "DINOv3ViTConfig"),
+    "DINOv3ViTBackbone": ("dinov3", "DINOv3ViTConfig"),
     "CLIPForImageClassification": ("clip", "CLIPVisionConfig"),
     "CLIPVisionModel": ("clip", "CLIPVisionConfig"),
     "CLIPVisionModelWithProjection": ("clip", "CLIPVisionConfig"),
@@ -88,33 +96,40 @@ CLASSES = {
     "SiglipVisionModel": ("siglip", "SiglipVisionConfig"),
 }
 WHOLE = {"clip": "CLIPConfig", "siglip": "SiglipConfig"}  # what a classifier's configuration stands in
+WHOLE_MODELS = ("CLIPModel", "SiglipModel")  # of images and texts
 _CORES = ("vit", "deit", "dinov2", "dinov2_with_registers", "vision_model")  # the backbone inside a model
 HEADS = ("classifier", "cls_classifier", "distillation_classifier")
-_LISTS = ("layers", "encoder.layers", "encoder.layer")
+_LISTS = ("layers", "encoder.layers", "encoder.layer", "model.layer")
 
 
 def library() -> Any:
     """Transformers.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: it is not installed, or too old.
     """
     try:
-        return importlib.import_module("transformers")
+        found = importlib.import_module("transformers")
     except ImportError as error:
         raise ConfigError(f"models of Transformers need the package transformers: {INSTALL}") from error
-
-
-_ROTARY = "its rotary position embedding turns q/k dims in pairs, which our compact attention does not do"
+    if tuple(int(part) for part in found.__version__.split(".")[:2]) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise ConfigError(f"models of Transformers need {oldest} or newer; found {found.__version__}: {INSTALL}")
+    return found
 
 
 def check_class(model: nn.Module) -> None:
+    """Refuse a model whose class is not known."""
     known = [getattr(library(), name, ()) for name in CLASSES]
     if any(isinstance(model, cls) for cls in known):
         return
     kind = type(model).__name__
-    if "dinov3" in kind.lower():
-        refuse("the model", model, _ROTARY, "an attention that turns q/k dims")
+    if kind in WHOLE_MODELS:
+        needed = "its image tower alone: prune model.vision_model, and put it back with hiap.set_tower"
+        refuse("the model", model, "it reads texts besides images", needed)
+    if kind.startswith("Siglip2"):
+        needed = "a SigLIP 2 of one image size, which Transformers loads as a SiglipModel"
+        refuse("the model", model, "it takes packed patches of images of any shape (NaFlex)", needed)
     refuse("the model", model, "its class is not among those that are pruned exactly", f"it as {', '.join(CLASSES)}")
 
 
@@ -140,7 +155,7 @@ def config_of(model: ViT) -> Any:
 
 def stem_of(model: ViT) -> nn.Conv2d:
     embeddings = core_of(model).embeddings
-    return cast(nn.Conv2d, first_of(embeddings, ("patch_embeddings.projection", "patch_embedding")))
+    return cast(nn.Conv2d, first_of(embeddings, ("patch_embeddings.projection", "patch_embedding", "patch_embeddings")))
 
 
 def patch_of(model: ViT) -> tuple[int, int]:
@@ -179,6 +194,35 @@ def _read_token(model: ViT, core: ViT, tokens: Tensor) -> Tensor:
     return cast(Tensor, x if core.pooler is None else core.pooler(x))
 
 
+def is_backbone(model: nn.Module) -> bool:
+    """Whether a model gives feature maps of its stages instead of one result."""
+    return any(cls.__name__.endswith("Backbone") for cls in type(model).__mro__ if cls.__name__ in CLASSES)
+
+
+def _read_map(model: ViT, core: ViT, tokens: Tensor) -> Tensor:
+    """The feature map of the last stage."""
+    config = model.config
+    if config.out_features[-1] != config.stage_names[-1]:
+        raise InputError(
+            f"only the feature map of the last stage can be had from the last tokens; found {config.out_features[-1]}, "
+            f"expected {config.stage_names[-1]} as the last of out_features"
+        )
+    last = getattr(core, "norm", None)
+    norm = core.layernorm if last is None and config.apply_layernorm else last
+    x = tokens if norm is None else norm(tokens)
+    first = 1 + getattr(config, "num_register_tokens", 0)
+    if last is not None or config.reshape_hidden_states:
+        x = x[:, first:]
+    if not config.reshape_hidden_states:
+        return x
+    (height, width), (down, right) = pair(config.image_size), pair(config.patch_size)
+    return x.reshape(len(x), height // down, width // right, -1).permute(0, 3, 1, 2).contiguous()
+
+
+def _read_dinov3(model: ViT, core: ViT, tokens: Tensor) -> Tensor:
+    return cast(Tensor, core.norm(tokens)[:, 0])
+
+
 def _read_dinov2(model: ViT, core: ViT, tokens: Tensor) -> Tensor:
     x = core.layernorm(tokens)
     if not hasattr(model, "classifier"):
@@ -202,13 +246,20 @@ def _read_siglip(model: ViT, core: ViT, tokens: Tensor) -> Tensor:
     return cast(Tensor, x if pool is None else pool(x))
 
 
-READ: dict[str, Callable[[ViT, ViT, Tensor], Tensor]] = {
+_READ: dict[str, Callable[[ViT, ViT, Tensor], Tensor]] = {
     "vit": _read_token,
     "deit": _read_token,
     "dinov2": _read_dinov2,
     "clip": _read_clip,
+    "dinov3": _read_dinov3,
     "siglip": _read_siglip,
 }
+
+
+def read_tokens(model: ViT, tokens: Tensor) -> Tensor:
+    """What a model makes of the tokens that leave its last block."""
+    read = _read_map if is_backbone(model) else _READ[kind_of(model)]
+    return read(model, core_of(model), tokens)
 
 
 def place_of(module: nn.Module, names: Iterable[str]) -> str | None:

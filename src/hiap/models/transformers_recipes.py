@@ -56,6 +56,14 @@ def _is_activation(value: Any) -> bool:
     return isinstance(value, str) and value in importlib.import_module("transformers.activations").ACT2FN
 
 
+def _is_stages(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(isinstance(one, str) for one in value)
+
+
+def _is_angle(value: Any) -> bool:
+    return value is None or _is_number(value, 1e9)
+
+
 _ANY: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("hidden_size", "num_attention_heads", "num_channels"), _is_count),
     "num_hidden_layers": functools.partial(_is_count, most=_DEPTH_LIMIT),
@@ -78,6 +86,7 @@ _DINO: dict[str, Callable[[Any], bool]] = {
     "mlp_ratio": functools.partial(_is_number, most=_SIZE_LIMIT),
     "layerscale_value": functools.partial(_is_number, most=1e9),
     "drop_path_rate": _is_rate,
+    "use_swiglu_ffn": _is_flag,
 }
 _TOWER: dict[str, Callable[[Any], bool]] = {**_ANY, "intermediate_size": _is_count, "attention_dropout": _is_rate}
 
@@ -86,11 +95,36 @@ SHAPES: dict[str, dict[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("ViTConfig", "DeiTConfig"), _POOLED),
     "Dinov2Config": {**_DINO, "use_mask_token": _is_flag},
     "Dinov2WithRegistersConfig": {**_DINO, "num_register_tokens": functools.partial(_is_count, least=0)},
+    "DINOv3ViTConfig": {
+        **_TOWER,
+        **dict.fromkeys(("query_bias", "key_bias", "value_bias", "proj_bias", "mlp_bias", "use_gated_mlp"), _is_flag),
+        **dict.fromkeys(("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale"), _is_angle),
+        "num_register_tokens": functools.partial(_is_count, least=0),
+        "layerscale_value": functools.partial(_is_number, most=1e9),
+        "rope_theta": functools.partial(_is_number, most=1e9),
+        "drop_path_rate": _is_rate,
+    },
     "CLIPVisionConfig": {**_TOWER, "projection_dim": _is_count},
     "SiglipVisionConfig": {**_TOWER, "vision_use_head": _is_flag},
 }
-_OPTIONAL = {"use_mask_token", "vision_use_head", "pooler_output_size", "pooler_act"}  # not in every version
-OPTIONS = ("ViTModel", "DeiTModel")  # whose constructors take more than a configuration
+_OPTIONAL = {
+    "use_mask_token",
+    "use_swiglu_ffn",
+    "vision_use_head",
+    "pooler_output_size",
+    "pooler_act",
+}  # not in every version
+# class -> what else tells its models apart: arguments of the constructor, or how a backbone gives its stages
+_MADE_WITH: dict[str, Callable[[Any], bool]] = {"add_pooling_layer": _is_flag, "use_mask_token": _is_flag}
+_STAGES: dict[str, Callable[[Any], bool]] = {
+    "out_features": _is_stages,
+    "apply_layernorm": _is_flag,
+    "reshape_hidden_states": _is_flag,
+}
+OPTIONS = {
+    **dict.fromkeys(("ViTModel", "DeiTModel"), _MADE_WITH),
+    **dict.fromkeys(("Dinov2Backbone", "Dinov2WithRegistersBackbone", "DINOv3ViTBackbone"), _STAGES),
+}
 
 
 def check_recipe(recipe: Any) -> None:
@@ -100,10 +134,10 @@ def check_recipe(recipe: Any) -> None:
     cls, config = recipe.get("class"), recipe["config"]
     if not isinstance(cls, str) or cls not in CLASSES:
         raise CheckpointError(f"the class of the skeleton must be one of {', '.join(CLASSES)}")
-    more = {"add_pooling_layer", "use_mask_token"} if cls in OPTIONS else set()
+    more = OPTIONS.get(cls, {})
     if set(recipe) != {"class", "config", "num_labels", *more}:
         raise CheckpointError(f"the skeleton of a {cls} must have exactly class, config, num_labels {sorted(more)}")
-    if not _is_count(recipe["num_labels"], 0) or not all(_is_flag(recipe[name]) for name in more):
+    if not _is_count(recipe["num_labels"], 0) or not all(fits(recipe[name]) for name, fits in more.items()):
         raise CheckpointError("the skeleton has a num_labels or an option that no model has")
     known = SHAPES[CLASSES[cls][1]]
     odd = sorted(set(config) ^ (set(known) - (_OPTIONAL - set(config))))

@@ -16,7 +16,7 @@ from timm.data import resolve_data_config
 from torch import Tensor, nn
 
 from hiap.errors import ConfigError, InputError
-from hiap.models.timm import classes_in, guess_weights
+from hiap.models.timm_weights import classes_in, guess_weights
 from hiap.models.transformers_hub import PREFIX, hub_model
 
 __all__ = [

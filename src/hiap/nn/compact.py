@@ -3,6 +3,10 @@
 A block has a norm, a branch, a layer scale and a drop path, twice (`norm1`, `attn`, `ls1`, `drop_path1`; `norm2`,
 `mlp`, ...); its Linears are `attn.qkv`, `attn.proj`, `mlp.fc1` and `mlp.fc2`. timm's blocks have the same names.
 A branch is a full module, a `Constant` (all units gone: only the bias is left) or None (gone).
+
+Some parts are optional: `Attention` turns queries and keys by rotary positions where it has a `Rotary`, and adds
+relative positions to the scores where it has a `PositionBias`. `GluMlp` is an MLP whose neurons are each multiplied
+by a gate that is computed from the input.
 """
 
 from __future__ import annotations
@@ -14,7 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Attention", "Block", "Constant", "Mlp", "Widths", "has_bias", "shrink_block"]
+from hiap.nn.position_bias import PositionBias
+from hiap.nn.rotary import Rope, Rotary
+
+__all__ = ["Attention", "Block", "Constant", "GluMlp", "Mlp", "Widths", "has_bias", "is_glu", "shrink_block"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,9 @@ class Constant(nn.Module):
         self.bias = nn.Parameter(torch.empty(dim))
         self.drop = drop
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, rope: Rope | None = None
+    ) -> Tensor:
         x = self.drop(self.bias.expand_as(x))
         return x
 
@@ -45,6 +54,8 @@ class Attention(nn.Module):
 
     Args:
         head_dim: the q/k width of the dense head, which sets the softmax scale whatever `qk_dim` is now.
+        rotary: turns queries and keys by the table that a forward is handed as `rope`.
+        position: what relative positions add to the scores.
     """
 
     def __init__(
@@ -60,6 +71,8 @@ class Attention(nn.Module):
         k_norm: nn.Module,
         attn_drop: nn.Dropout,
         proj_drop: nn.Module,
+        rotary: Rotary | None = None,
+        position: PositionBias | None = None,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -70,16 +83,25 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dim, sum(self.split), bias=qkv_bias)
         self.q_norm = q_norm
         self.k_norm = k_norm
+        self.rotary = rotary
+        self.position = position
         self.attn_drop = attn_drop
         self.proj = nn.Linear(num_heads * value_dim, dim, bias=proj_bias)
         self.proj_drop = proj_drop
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, rope: Rope | None = None
+    ) -> Tensor:
         B, N, _ = x.shape
         q, k, v = self.qkv(x).split(self.split, dim=-1)
         q = self.q_norm(q.view(B, N, self.num_heads, self.qk_dim)).transpose(1, 2)  # (B, H, N, Dqk)
         k = self.k_norm(k.view(B, N, self.num_heads, self.qk_dim)).transpose(1, 2)  # (B, H, N, Dqk)
         v = v.view(B, N, self.num_heads, self.value_dim).transpose(1, 2)  # (B, H, N, Dv)
+        if self.rotary is not None:
+            q, k = self.rotary(q, k, rope)
+        if self.position is not None:
+            bias = self.position().to(q.dtype)
+            attn_mask = bias if attn_mask is None else bias + attn_mask
         x = F.scaled_dot_product_attention(
             q,
             k,
@@ -122,6 +144,42 @@ class Mlp(nn.Module):
         x = self.drop2(self.fc2(x))
         return x
 
+    @property
+    def neurons(self) -> int:
+        return self.fc2.in_features
+
+
+class GluMlp(Mlp):
+    """An MLP with gated neurons: `act(gate) * up`. The rows of both are in `fc1`, so that a neuron has two.
+
+    Args:
+        gate_last: the second half of `fc1` is the gate, not the first.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        neurons: int,
+        fc1_bias: bool,
+        fc2_bias: bool,
+        act: nn.Module,
+        drop1: nn.Module,
+        drop2: nn.Module,
+        gate_last: bool = False,
+    ) -> None:
+        super().__init__(dim, neurons, fc1_bias, fc2_bias, act, drop1, drop2)
+        self.fc1 = nn.Linear(dim, 2 * neurons, bias=fc1_bias)
+        self.gate_last = gate_last
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.fc1(x).chunk(2, dim=-1)
+        x = first * self.act(second) if self.gate_last else self.act(first) * second
+        x = self.drop2(self.fc2(self.drop1(x)))
+        return x
+
+    def extra_repr(self) -> str:
+        return f"gate_last={self.gate_last}"
+
 
 class Block(nn.Module):
     """A pre-norm transformer block; either branch may be missing.
@@ -130,9 +188,11 @@ class Block(nn.Module):
 
     Attributes:
         converted: made from a block of another kind, that it can be turned back into as long as nothing was cut.
+        glu: its MLP has gated neurons, or had them where it is gone.
     """
 
     converted = False
+    glu = False
 
     def __init__(
         self,
@@ -155,9 +215,11 @@ class Block(nn.Module):
         self.ls2 = ls2
         self.drop_path2 = drop_path2
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, rope: Rope | None = None
+    ) -> Tensor:
         if self.attn is not None:
-            x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask, is_causal)))
+            x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask, is_causal, rope)))
         if self.mlp is not None:
             x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
         return x
@@ -184,6 +246,8 @@ def shrink_block(block: Block, dim: int, widths: Widths) -> Block:
             new_attn = Constant(dim, constant.drop if isinstance(constant, Constant) else attn.proj_drop)
         else:
             attn = cast(Attention, block.attn)
+            rotary: Rotary | None = getattr(attn, "rotary", None)
+            position: PositionBias | None = getattr(attn, "position", None)
             new_attn = Attention(
                 dim,
                 widths.heads,
@@ -196,6 +260,8 @@ def shrink_block(block: Block, dim: int, widths: Widths) -> Block:
                 attn.k_norm,
                 attn.attn_drop,
                 attn.proj_drop,
+                rotary and rotary.shrunk(widths.heads, widths.qk_dim),
+                position and position.shrunk(widths.heads),
             )
         if widths.neurons is None or (widths.neurons == 0 and not has_bias(block.mlp, "fc2")):
             norm2, ls2, drop_path2 = gone(), gone(), gone()
@@ -205,17 +271,20 @@ def shrink_block(block: Block, dim: int, widths: Widths) -> Block:
             new_mlp = Constant(dim, left.drop if isinstance(left, Constant) else mlp.drop2)
         else:
             mlp = cast(Mlp, block.mlp)
-            new_mlp = Mlp(
-                dim,
-                widths.neurons,
-                mlp.fc1.bias is not None,
-                mlp.fc2.bias is not None,
-                mlp.act,
-                mlp.drop1,
-                mlp.drop2,
-            )
+            biases, drops = (mlp.fc1.bias is not None, mlp.fc2.bias is not None), (mlp.drop1, mlp.drop2)
+            if is_glu(block):
+                new_mlp = GluMlp(dim, widths.neurons, *biases, mlp.act, *drops, cast(GluMlp, mlp).gate_last)
+            else:
+                new_mlp = Mlp(dim, widths.neurons, *biases, mlp.act, *drops)
     kind = type(block) if isinstance(block, Block) else Block  # a family's own kind of block stays one
-    return kind(norm1, new_attn, ls1, drop_path1, norm2, new_mlp, ls2, drop_path2).train(block.training)
+    made = kind(norm1, new_attn, ls1, drop_path1, norm2, new_mlp, ls2, drop_path2)
+    made.glu = is_glu(block)
+    return made.train(block.training)
+
+
+def is_glu(block: nn.Module) -> bool:
+    """Whether the MLP of a block, ours or one with the same members, has gated neurons."""
+    return bool(getattr(block, "glu", False)) or hasattr(getattr(block, "mlp", None), "gate_last")
 
 
 def has_bias(branch: nn.Module | None, last: str) -> bool:

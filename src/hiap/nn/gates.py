@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hiap.nn.granularities import OLD_NAMES
+from hiap.nn.rotary import by_dim, by_pair
 
 __all__ = ["Gate", "GatedLinear", "NoiseSource"]
 
@@ -116,12 +117,16 @@ class GatedLinear(nn.Linear):
             first outputs).
         gates: by granularity. `attention` and `ffn` scale the whole output, bias included; `qk_dim` scales the
             query rows, which come first; the others scale the inputs.
+        pairs: the layout of q/k dims that rotary positions turn in pairs: a pair has one gate.
     """
 
-    def __init__(self, linear: nn.Linear, units: Sequence[int], gates: dict[str, Gate]) -> None:
+    def __init__(
+        self, linear: nn.Linear, units: Sequence[int], gates: dict[str, Gate], pairs: str | None = None
+    ) -> None:
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         _take_over(self, linear)
         self.units = torch.Size(units)
+        self.pairs = pairs
         self.gates = nn.ModuleDict(gates).train(linear.training)
 
     def plain(self) -> nn.Linear:
@@ -158,6 +163,7 @@ class GatedLinear(nn.Linear):
             if name in WHOLE:
                 outputs = z
             elif name == "qk_dim":
+                z = by_dim(z, self.pairs, self.units[-1])
                 outputs = torch.cat([z.flatten(), z.new_ones(self.out_features - z.numel())]).unsqueeze(1)
             else:
                 inputs = z if inputs is None else inputs * z
@@ -203,7 +209,7 @@ class _ScaledWeight(torch.autograd.Function):
                 found[name] = whole.view(1)
             elif name == "qk_dim":
                 rows = product.sum(1) if bias is None else product.sum(1) + grad_bias * bias
-                found[name] = rows[: layer.units.numel()].view(layer.units)
+                found[name] = by_pair(rows[: layer.units.numel()].view(layer.units), layer.pairs)
         if columns is not None:
             columns = (columns if outputs is None else columns * outputs).view(layer.units)
             inner = [name for name in ctx.values if name in INNER]

@@ -23,6 +23,7 @@ class Stem(nn.Module):
         self, weight: Tensor, table: Tensor, size: tuple[int, int], patch: tuple[int, int], prefix: int
     ) -> None:
         super().__init__()
+        weight = F.pad(weight, (0, -weight.shape[1] % 8))  # odd rows have slow products
         self.weight, self.table = (nn.Parameter(tensor, weight.requires_grad) for tensor in (weight, table))
         self.size, self.patch, self.prefix = size, patch, prefix
 
@@ -32,8 +33,8 @@ class Stem(nn.Module):
             raise InputError(f"the model is optimised for images of {self.size[0]}x{self.size[1]}; found {H}x{W}")
         P, Q = self.patch
         h, w = H // P, W // Q
-        rows = x.new_zeros(B, self.prefix + h * w, C * P * Q)
+        rows = x.new_zeros(B, self.prefix + h * w, self.weight.shape[1])
         x = x[..., : h * P, : w * Q]  # what does not fill a patch is not seen
         pixels = x.reshape(B, C, h, P, w, Q).permute(0, 2, 4, 1, 3, 5)  # (B, h, w, C, P, Q)
-        rows[:, self.prefix :] = pixels.reshape(B, h * w, C * P * Q)
+        rows[:, self.prefix :, : C * P * Q] = pixels.reshape(B, h * w, C * P * Q)
         return F.linear(rows, self.weight) + self.table

@@ -37,7 +37,7 @@ def align_heads(
 ) -> Model:
     """Turn q/k dims and value dims of an ungated ViT in place, and return it. What it computes stays the same.
 
-    Heads that normalise queries and keys (qk_norm) keep their q/k dims.
+    Heads that normalise queries and keys (qk_norm), or turn them by rotary positions, keep their q/k dims.
 
     Args:
         images: batches as the model is trained on; a few hundred images tell enough.
@@ -133,7 +133,7 @@ class _Moments:
         query, key, value = (torch.unflatten(part, 0, (self.heads, -1)) for part in parts)
         output = torch.unflatten(attn.proj.weight.cpu().double().T, 0, (self.heads, -1))
         scale = cast(Tensor, getattr(self.site.block.ls1, "gamma", torch.ones(()))).cpu().double()
-        if queries and not self.site.qk_norm:
+        if queries and not self.site.qk_norm and self.site.pairs is None:
             query, key = _turned(query, key, self.query, self.key)
         if values:
             weighed = output * scale

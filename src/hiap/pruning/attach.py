@@ -20,6 +20,7 @@ from hiap.models.family import Site
 from hiap.models.registry import family_of, find_family, sites
 from hiap.nn.gates import START_LOGIT, Gate, GatedLinear, NoiseSource
 from hiap.nn.granularities import GRANULARITIES, PAPER, present_name
+from hiap.nn.rotary import pair_count
 
 __all__ = [
     "attach",
@@ -121,7 +122,9 @@ def _gate_block(site: Site, chosen: set[str], logit: float) -> None:
         shapes = {"head": (widths.heads, 1), "value_dim": values, "attention": (1,)}
         _gate_linear(site.attention, "proj", values, shapes, chosen, logit)
         queries = (widths.heads, widths.qk_dim)
-        _gate_linear(site.attention, "qkv", queries, {"qk_dim": queries}, chosen, logit)
+        units = (widths.heads, pair_count(widths.qk_dim, site.pairs))
+        if units[1]:
+            _gate_linear(site.attention, "qkv", queries, {"qk_dim": units}, chosen, logit, site.pairs)
     if widths.neurons:
         neurons = (widths.neurons,)
         _gate_linear(site.ffn, "fc2", neurons, {"neuron": neurons, "ffn": (1,)}, chosen, logit)
@@ -134,11 +137,12 @@ def _gate_linear(
     shapes: dict[str, tuple[int, ...]],
     chosen: set[str],
     logit: float,
+    pairs: str | None = None,
 ) -> None:
     linear: nn.Linear = getattr(parent, name)
     made = {kind: Gate(shape, logit, linear.weight.device) for kind, shape in shapes.items() if kind in chosen}
     if made:
-        setattr(parent, name, GatedLinear(linear, units, made))
+        setattr(parent, name, GatedLinear(linear, units, made, pairs))
 
 
 def _forgive_dense_checkpoint(module: nn.Module, incompatible: _IncompatibleKeys) -> None:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from hiap.models.family import ImageSize
-from hiap.models.registry import family_of, widths_of
+from hiap.models.registry import family_of, sites, widths_of
 from hiap.nn.compact import Widths
+from hiap.nn.rotary import by_dim
 from hiap.pruning.attach import gates_by_block, is_gated
 from hiap.pruning.topology import Topology, harden
 
@@ -41,15 +42,15 @@ def macs_of_widths(model: nn.Module, widths: Sequence[Widths], img_size: ImageSi
     family = family_of(model)
     n = family.tokens(model, img_size)
     return family.fixed_macs(model, img_size) + sum(
-        block_macs(n, site.dim, one) for site, one in zip(family.sites(model), widths, strict=True)
+        block_macs(n, site.dim, one, site.glu) for site, one in zip(family.sites(model), widths, strict=True)
     )
 
 
-def block_macs(n: int, dim: int, widths: Widths) -> int:
-    """Exact MACs of a block of these widths on n tokens."""
+def block_macs(n: int, dim: int, widths: Widths, glu: bool = False) -> int:
+    """Exact MACs of a block of these widths on n tokens; gated neurons (`glu`) have three matrices, others two."""
     per_dim = 2 * n * dim + n * n  # two projections (q and k, or v and out) and one product with the N x N map
     attention = (widths.heads or 0) * (widths.qk_dim + widths.value_dim) * per_dim
-    return attention + (widths.neurons or 0) * 2 * n * dim
+    return attention + (widths.neurons or 0) * (2 + glu) * n * dim
 
 
 @dataclass(frozen=True)
@@ -69,18 +70,20 @@ def expected_counts(model: nn.Module) -> Counts:
     no gate is open.
     """
     probabilities = [{k: gate.probability() for k, gate in kinds.items()} for kinds in gates_by_block(model)]
-    widths = widths_of(model)
+    found = sites(model)
     some = next((p for block in probabilities for p in block.values()), torch.ones(1, dtype=torch.float64))
     one = torch.ones(1, device=some.device, dtype=some.dtype)
     rows = []
-    for p, w in zip(probabilities, widths, strict=True):
+    for p, site in zip(probabilities, found, strict=True):
+        w = site.widths
+        queries = by_dim(p["qk_dim"], site.pairs, w.qk_dim) if "qk_dim" in p else one
         heads = (p.get("attention", one) * p.get("head", one)).expand(w.heads or 0, 1)
         rows.append(
             torch.stack(
                 [
                     heads.sum(),
                     (heads * p.get("value_dim", one)).expand(w.heads or 0, w.value_dim).sum(),
-                    (heads * p.get("qk_dim", one)).expand(w.heads or 0, w.qk_dim).sum(),
+                    (heads * queries).expand(w.heads or 0, w.qk_dim).sum(),
                     (p.get("ffn", one) * p.get("neuron", one)).expand(w.neurons or 0).sum(),
                 ]
             )

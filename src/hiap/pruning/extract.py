@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hiap.errors import CheckpointError, ExtractionError, InputError
-from hiap.models.family import Recipe, put
+from hiap.models.family import Recipe, Site, put
 from hiap.models.registry import family_of, sites
 from hiap.nn.compact import Widths, shrink_block
 from hiap.nn.granularities import GRANULARITIES
+from hiap.nn.rotary import padded_pairs
 from hiap.pruning.attach import attach, detach, is_gated
 from hiap.pruning.topology import BlockTopology, Topology, harden, set_topology
 
@@ -128,6 +129,15 @@ def origin_of(source: nn.Module, topology: Topology) -> tuple[tuple[Widths, ...]
 def note_provenance(model: nn.Module, provenance: Provenance) -> None:
     """Keep with a compact model where it comes from."""
     model.hiap = provenance  # type: ignore[assignment]
+    family = family_of(model)
+    record = {
+        "blocks": [asdict(site.widths) for site in family.sites(model)],
+        "dense": [asdict(widths) for widths in provenance.dense],
+        "topology": provenance.topology.to_json(),
+        "skeleton": provenance.recipe,
+    }
+    record |= {name: getattr(provenance, name) for name in ("round_to", "logit_difference", "tolerance")}
+    family.note_record(model, record)
 
 
 def _recipe(model: nn.Module) -> Recipe:
@@ -143,10 +153,10 @@ def rebuild(source: Model, topology: Topology, widths: Sequence[Widths]) -> Mode
     Args:
         widths: of the new blocks; where they exceed what is kept, zeros fill them.
     """
-    names = [site.name for site in family_of(source).open(source)]
+    found = family_of(source).open(source)
     tensors = source.state_dict()
     trainable = {name: p.requires_grad for name, p in source.named_parameters()}
-    cuts = slices(names, topology, widths)
+    cuts = slices(found, topology, widths)
     compact = shrink(source, widths)
     state = {}
     for name in compact.state_dict():
@@ -172,36 +182,43 @@ def shrink(model: Model, widths: Sequence[Widths]) -> Model:
     return model
 
 
-def slices(names: Sequence[str], topology: Topology, widths: Sequence[Widths]) -> dict[str, tuple[int, Tensor]]:
+def slices(found: Sequence[Site], topology: Topology, widths: Sequence[Widths]) -> dict[str, tuple[int, Tensor]]:
     """For each tensor that is cut: the dimension, and the source index of every row or column, -1 for padding.
 
     Args:
-        names: of the blocks in the model.
+        found: the blocks of the model.
     """
     cuts = {}
-    for place, block, old, new in zip(names, topology.blocks, topology.dense, widths, strict=True):
+    for site, block, new in zip(found, topology.blocks, widths, strict=True):
         if new.heads:
-            for name, cut in _attention_cuts(block, old, new).items():
-                cuts[f"{place}.attn.{name}"] = cut
+            for name, cut in _attention_cuts(block, site, new).items():
+                cuts[f"{site.name}.attn.{name}"] = cut
         if new.neurons and block.neurons is not None:
             neurons = _padded(block.neurons, new.neurons)
-            for name, dim in (("fc1.weight", 0), ("fc1.bias", 0), ("fc2.weight", 1)):
-                cuts[f"{place}.mlp.{name}"] = (dim, neurons)
+            rows = torch.cat([neurons, _shift(neurons, site.widths.neurons or 0)]) if site.glu else neurons
+            cuts |= {f"{site.name}.mlp.fc1.{name}": (0, rows) for name in ("weight", "bias")}
+            cuts[f"{site.name}.mlp.fc2.weight"] = (1, neurons)
     return cuts
 
 
-def _attention_cuts(block: BlockTopology, old: Widths, new: Widths) -> dict[str, tuple[int, Tensor]]:
+def _attention_cuts(block: BlockTopology, site: Site, new: Widths) -> dict[str, tuple[int, Tensor]]:
+    old = site.widths
     assert block.heads is not None and old.heads is not None
-    queries = _by_head(block.heads, block.qk_dims, old.qk_dim, new.qk_dim)
+    queries = _by_head(block.heads, block.qk_dims, old.qk_dim, new.qk_dim, site.pairs)
     values = _by_head(block.heads, block.value_dims, old.value_dim, new.value_dim)
     keys = old.heads * old.qk_dim  # offset of k in qkv; v starts at twice that
     rows = torch.cat([queries, _shift(queries, keys), _shift(values, 2 * keys)])
-    return {"qkv.weight": (0, rows), "qkv.bias": (0, rows), "proj.weight": (1, values)}
+    cuts = {"qkv.weight": (0, rows), "qkv.bias": (0, rows), "proj.weight": (1, values)}
+    cuts["position.table"] = (1, torch.tensor(block.heads))
+    return cuts if site.pairs is None else cuts | {"rotary.dims": (0, queries)}
 
 
-def _by_head(heads: Sequence[int], dims: Sequence[Sequence[int]], old: int, new: int) -> Tensor:
+def _by_head(
+    heads: Sequence[int], dims: Sequence[Sequence[int]], old: int, new: int, pairs: str | None = None
+) -> Tensor:
     """Source index of each dim of each kept head, every head padded to `new` dims."""
-    return torch.cat([_shift(_padded(kept, new), head * old) for head, kept in zip(heads, dims, strict=True)])
+    padded = [_padded(kept if pairs is None else padded_pairs(kept, old, new, pairs), new) for kept in dims]
+    return torch.cat([_shift(one, head * old) for head, one in zip(heads, padded, strict=True)])
 
 
 def _padded(indices: Sequence[int], length: int) -> Tensor:

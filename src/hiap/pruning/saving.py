@@ -15,7 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,11 @@ from torch import nn
 
 from hiap.errors import CheckpointError
 from hiap.models.family import Family
-from hiap.models.registry import family_named, family_of, sites
-from hiap.nn.compact import Widths
+from hiap.models.registry import family_named, family_of
 from hiap.pruning.attach import detach, is_gated
 from hiap.pruning.count import macs, macs_of_widths
-from hiap.pruning.extract import Provenance, note_provenance, probe, provenance_of, shrink
-from hiap.pruning.topology import Topology
+from hiap.pruning.extract import note_provenance, probe, provenance_of, shrink
+from hiap.pruning.rebuilding import MALFORMED, narrow, read_provenance
 
 __all__ = ["check_savable", "check_target", "digest_tensors", "load", "save"]
 
@@ -143,19 +142,24 @@ def load(folder: Folder, device: torch.device | str = "cpu") -> nn.Module:
     config = _read_config(path)
     state = _read_weights(path, config)
     try:
-        dense = _read_widths(config["dense"])
-        topology = Topology.from_json(config["topology"])
         model = _build(config)
         model.load_state_dict(state, strict=True, assign=True)
-    except (AssertionError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        _cast_buffers(model)
+        note_provenance(model, read_provenance(config))
+    except MALFORMED as error:
         raise CheckpointError(f"{path}: {CONFIG} does not describe the weights in {WEIGHTS}: {error}") from error
-    numbers = (config["round_to"], config["logit_difference"], config["tolerance"])
-    note_provenance(model, Provenance(topology, dense, *numbers, config["skeleton"]))
     if config.get("class_names"):
         model.class_names = list(config["class_names"])  # type: ignore[assignment]
     if config.get("pretrained_cfg"):
         family_of(model).set_usage(model, config["pretrained_cfg"])
     return model.to(device).eval()
+
+
+def _cast_buffers(model: nn.Module) -> None:
+    """Give what is in no file, such as tables of positions, the dtype of the weights, if they all have the same."""
+    dtypes = {p.dtype for p in model.parameters()}
+    if len(dtypes) == 1 and family_of(model).casts_buffers:
+        model.to(dtypes.pop())
 
 
 def _usage(family: Family, model: nn.Module) -> dict[str, Any]:
@@ -210,26 +214,7 @@ def _describe(model: nn.Module, class_names: Sequence[str] | None) -> dict[str, 
 
 def _build(config: dict[str, Any]) -> nn.Module:
     """The network of a configuration, on the meta device."""
-    widths, dense = _read_widths(config["blocks"]), _read_widths(config["dense"])
-    skeleton = family_named(config["family"]).build(config["skeleton"])
-    depth = len(sites(skeleton))
-    if not len(widths) == len(dense) == depth:
-        raise CheckpointError(f"{len(widths)} blocks, {len(dense)} dense ones and a depth of {depth} do not agree")
-    for i, (one, limit) in enumerate(zip(widths, dense, strict=True)):
-        if any((small or 0) > (large or 0) for small, large in zip(astuple(one), astuple(limit), strict=True)):
-            raise CheckpointError(f"block {i} has {one}, more than the dense {limit}")
-    return shrink(skeleton, widths)
-
-
-def _read_widths(entries: Any) -> tuple[Widths, ...]:
-    widths = tuple(Widths(**entry) for entry in entries)
-    for one in widths:
-        for name, value in asdict(one).items():
-            if (type(value) is not int or value < 0) and not (value is None and name in ("heads", "neurons")):
-                raise CheckpointError(f"{name} must be a count; found {str(value)[:40]!r}")
-        if one.heads and not one.qk_dim * one.value_dim:
-            raise CheckpointError(f"heads need q/k and value dims; found {one}")
-    return widths
+    return narrow(family_named(config["family"]).build(config["skeleton"]), config)
 
 
 def _compare(model: nn.Module, rebuilt: nn.Module) -> None:
@@ -267,11 +252,13 @@ def _check_rebuild(model: nn.Module, config: dict[str, Any], state: dict[str, to
     _compare(model, rebuilt)
     try:
         rebuilt.load_state_dict(state, strict=True, assign=True)
+        _cast_buffers(rebuilt)
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"{CHANGED}: {error}") from error
     if not all(bool(tensor.isfinite().all()) for tensor in state.values()):
         raise CheckpointError("some weights are not finite: the run that trained them has diverged")
-    outputs = zip(probe(model, like.dtype), probe(rebuilt.to(like.device), like.dtype), strict=True)
+    pair = (one.to(like.device, like.dtype) for one in (copy.deepcopy(model), rebuilt))  # tables of positions as well
+    outputs = zip(*(probe(one, like.dtype) for one in pair), strict=True)
     if not all(torch.equal(a, b) for a, b in outputs):
         raise CheckpointError("the model rebuilt from its recipe has other outputs: some layer was changed")
 
@@ -307,6 +294,10 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} is not valid JSON ({error}); it was edited or cut short") from error
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if isinstance(config, dict) and str(config.get("model_type")).startswith("hiap_") and "format" not in config:
+        raise CheckpointError(
+            f"{path} was written by save_pretrained: load it with from_pretrained of an auto class of Transformers"
+        )
     if not isinstance(config, dict) or config.get("architecture") != ARCHITECTURE:
         raise CheckpointError(f"{file} is not a compact model's (no architecture {ARCHITECTURE!r}): another project's?")
     if config.get("format") != FORMAT:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -19,9 +20,11 @@ from torch import Tensor, nn
 
 from hiap.atomic import write_text
 from hiap.errors import InputError, TopologyError
-from hiap.models.registry import widths_of
+from hiap.models.family import Site
+from hiap.models.registry import sites, widths_of
 from hiap.nn.compact import Widths
 from hiap.nn.gates import START_LOGIT
+from hiap.nn.rotary import by_dim, by_pair, pair_of
 from hiap.pruning.attach import gates, gates_by_block, is_gated
 
 __all__ = ["BlockTopology", "Topology", "harden", "set_topology"]
@@ -87,7 +90,7 @@ class Topology:
             heads: how many (the first ones) or which; 0 leaves the bias of `proj`, None removes the branch.
             neurons: likewise; 0 leaves the bias of `fc2`, None removes the branch.
             value_dims: how many in every kept head, or a list with one entry (count or indices) a kept head.
-            qk_dims: likewise.
+            qk_dims: likewise. Where rotary positions pair them, a count means the first pairs.
 
         Raises:
             TopologyError: naming block and entry.
@@ -100,6 +103,10 @@ class Topology:
         entries = [
             {name: column[i] for name, column in columns.items() if column is not None} for i in range(len(dense))
         ]
+        for entry, site in zip(entries, sites(model), strict=True):
+            if "qk_dims" in entry and site.pairs is not None:
+                heads = _plain(entry.get("heads", site.widths.heads))
+                entry["qk_dims"] = _first_pairs(_plain(entry["qk_dims"]), heads, site)
         return cls._parse(entries, dense)
 
     @classmethod
@@ -183,6 +190,36 @@ class Topology:
         for i, (expected, widths) in enumerate(zip(self.dense, found, strict=True)):
             if expected != widths:
                 raise TopologyError(f"block {i}: the topology is for {expected}, the model has {widths}")
+        for i, (block, site) in enumerate(zip(self.blocks, sites(model), strict=True)):
+            for head, kept in zip(block.heads or (), block.qk_dims, strict=True):
+                _check_pairs(f"block {i}, head {head}", kept, site)
+
+
+def _first_pairs(units: Any, heads: Any, site: Site) -> Any:
+    """The q/k dims of a block as they are given, but for counts: those become the dims of the first pairs."""
+    dims, pairs = site.widths.qk_dim, site.pairs
+
+    def first(one: Any) -> Any:
+        whole = pairs is None or not _is_int(one) or one % 2 or not 0 <= one < dims
+        return one if whole else [dim for dim in range(dims) if pair_of(dim, dims, pairs or "") < one // 2]
+
+    if _is_int(units):
+        units = [units] * (heads if _is_int(heads) else len(heads or ()))
+    return [first(_plain(one)) for one in units] if isinstance(units, Sequence) else units
+
+
+def _check_pairs(where: str, kept: Sequence[int], site: Site) -> None:
+    if site.pairs is None:
+        return
+    halves = Counter(pair_of(dim, site.widths.qk_dim, site.pairs) for dim in kept)
+    broken = [pair for pair, dims in halves.items() if dims == 1 and pair < site.widths.qk_dim // 2]
+    if broken:
+        lone = next(dim for dim in kept if pair_of(dim, site.widths.qk_dim, site.pairs) == broken[0])
+        other = "2i and 2i + 1" if site.pairs == "adjacent" else f"i and i + {site.widths.qk_dim // 2}"
+        raise TopologyError(
+            f"{where}: keeps the q/k dim {lone} without the one that rotary positions turn with it. Keep q/k dims in "
+            f"pairs: {other}"
+        )
 
 
 def _parse_block(index: int, entry: dict[str, Any], dense: Widths) -> BlockTopology:
@@ -265,14 +302,17 @@ def harden(model: nn.Module) -> Topology:
     if not all(bool(gate.logit.isfinite().all()) for gate in gates(model)):
         raise InputError("some gate logits are not finite: the run that trained them has diverged")
     entries = []
-    dense = tuple(widths_of(model))
-    for widths, kinds in zip(dense, gates_by_block(model), strict=True):
+    found = sites(model)
+    dense = tuple(site.widths for site in found)
+    for site, widths, kinds in zip(found, dense, gates_by_block(model), strict=True):
         open_ = {kind: gate.hard().cpu() for kind, gate in kinds.items()}
         entry: dict[str, Any] = {"heads": widths.heads, "neurons": widths.neurons}
         if widths.heads:
             heads = _indices(open_.get("head", torch.ones(widths.heads)).flatten())
             for kind, size in (("value_dim", widths.value_dim), ("qk_dim", widths.qk_dim)):
                 dims = open_.get(kind, torch.ones(widths.heads, size))
+                if kind == "qk_dim" and kind in open_:
+                    dims = by_dim(dims, site.pairs, size)
                 entry[f"{kind}s"] = [_indices(dims[h]) for h in heads]
             entry["heads"] = heads
             if "attention" in open_ and not open_["attention"]:
@@ -301,15 +341,14 @@ def set_topology(model: nn.Module, topology: Topology, logit: float = START_LOGI
     if not logit > 0:
         raise InputError(f"logit must be positive; found {logit}")
     plan = []
-    for i, (block, widths, kinds) in enumerate(
-        zip(topology.blocks, topology.dense, gates_by_block(model), strict=True)
-    ):
-        masks = _masks(block, widths)
+    for i, (block, site, kinds) in enumerate(zip(topology.blocks, sites(model), gates_by_block(model), strict=True)):
+        masks = _masks(block, site.widths)
         if "value_dim" in kinds and "head" not in kinds:  # a head is closed by its value dims then
             masks["value_dim"] &= masks["head"]
             masks["head"] = torch.ones_like(masks["head"])
         for kind, mask in masks.items():
             if kind in kinds:
+                mask = by_pair(mask.float(), site.pairs) > 0 if kind == "qk_dim" else mask
                 plan.append((kinds[kind], mask))
             elif not mask.all():
                 raise TopologyError(

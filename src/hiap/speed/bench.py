@@ -24,7 +24,7 @@ from hiap.models.registry import family_of, widths_of
 from hiap.pruning.count import macs
 from hiap.pruning.extract import provenance_of, shrink
 from hiap.pruning.topology import Topology
-from hiap.speed.clock import Call, device_name, graphed, materialise, precision, timings
+from hiap.speed.clock import DTYPES, Call, device_name, graphed, materialise, precision, timings
 from hiap.speed.inference import compiled, optimize
 
 __all__ = [
@@ -86,8 +86,12 @@ def bench(
     warmup: int = 10,
     repeat: int = 50,
     say: Callable[[str], None] = lambda text: None,
+    kernels: bool = False,
 ) -> list[Row]:
     """Time networks of one input size in every setting. The networks are not changed.
+
+    Args:
+        kernels: time each network on fused kernels too (`optimize`); half precision only.
 
     Raises:
         ValueError: an unknown precision or mode, one the device does not have, or networks of different inputs.
@@ -103,15 +107,25 @@ def bench(
         raise InputError(f"networks of different inputs cannot be compared; found {inputs}")
     if device.type != "cuda" and any("graph" in mode for mode in modes):
         raise InputError(f"CUDA graphs need a CUDA device; found {device}")
+    halves = [name for name in precisions if DTYPES[name].itemsize == 2]
+    if kernels and (device.type != "cuda" or not halves):
+        raise InputError(
+            f"fused kernels are for bf16 and fp16 on a CUDA device; found {', '.join(precisions)} on {device}"
+        )
     rows = []
     costs = {name: macs(model) for name, model in networks.items()}
     for name in precisions:
         with precision(name) as dtype, torch.no_grad():
             cast: dict[str, nn.Module] = {}
+            cost_of: dict[str, int] = {}
             for key, model in networks.items():
                 own = copy.deepcopy(model).to(device).eval()
-                fast = optimize(own, dtype, max(batches))
-                cast |= {key: own.to(dtype), f"{key}, optimised": fast}
+                forms = {key: own, f"{key}, optimised": optimize(own, dtype, max(batches))}
+                if kernels and name in halves:
+                    forms[f"{key}, fused"] = optimize(own, dtype, max(batches), kernels=True, say=say)
+                own.to(dtype)  # last: weights are folded before they are cast
+                cast |= forms
+                cost_of |= dict.fromkeys(forms, costs[key])
             for batch in batches:
                 x = torch.randn((batch, *next(iter(inputs.values()))), device=device, dtype=dtype)
                 backends = {key: attention_backend(model, x) for key, model in cast.items()}
@@ -123,10 +137,8 @@ def bench(
                         times = timings(runs, device, warmup, repeat)
                     for key, found in zip(cast, times, strict=True):
                         ms = statistics.median(found)
-                        cost = costs[key.removesuffix(", optimised")]
-                        rows.append(
-                            Row(key, name, batch, mode, ms, _spread(found), 1e3 * batch / ms, cost, backends[key])
-                        )
+                        cost, speed = cost_of[key], 1e3 * batch / ms
+                        rows.append(Row(key, name, batch, mode, ms, _spread(found), speed, cost, backends[key]))
                     del runs
     return rows
 
@@ -156,6 +168,7 @@ def attention_backend(model: nn.Module, x: Tensor) -> str:
         model(x)
     used = [name for name in operators.names if "scaled_dot_product" in name]
     found = [kind for kind in ("cudnn", "flash", "efficient") if any(kind in name for name in used)]
+    found += ["fused"] * ("hiap::attend" in operators.names)
     return "+".join(found) or "math"
 
 

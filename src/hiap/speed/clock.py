@@ -62,7 +62,7 @@ def precision(name: str) -> Iterator[torch.dtype]:
 
 
 def graphed(run: Call, device: torch.device) -> Call:
-    """The kernels of a call as one CUDA graph of a device."""
+    """The kernels of a call as one CUDA graph of a device. What the call needs lives as long as the graph."""
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
@@ -74,7 +74,7 @@ def graphed(run: Call, device: torch.device) -> Call:
         with torch.cuda.graph(graph):
             run()
 
-    def replay() -> None:
+    def replay(kept: Call = run) -> None:
         with torch.cuda.device(device):
             graph.replay()
 

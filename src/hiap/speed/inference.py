@@ -1,12 +1,13 @@
 """The same function with less memory traffic, for inference: `optimize` works on dense and compact models alike.
 
-In bf16 the matrix products of a pruned ViT shrink as expected; norms, copies and kernel launches then dominate. Three
+In bf16 the matrix products of a pruned ViT shrink as expected; norms, copies and kernel launches then dominate. Four
 exact changes:
 
 - The patch embedding is one matrix product over rows of pixels. Rows of zeros stand for the prefix tokens, so that all
   tokens and positions come from one product and one addition: no convolution, no layout copies, no concatenation.
 - Where the classifier reads prefix tokens alone, the last block computes only those: its queries, projection and FFN
   run on one token instead of all, and so does the final norm.
+- Rotary positions are a table that is computed once.
 - Heads whose q/k and value widths differ are padded to the greater of both, where the device is faster with it.
 
 What a compiler does better (residual + norm, bias + GELU) is left to `torch.compile`.
@@ -16,6 +17,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -27,12 +30,14 @@ from hiap.errors import ExtractionError, InputError
 from hiap.models.family import Site, logits_of
 from hiap.models.registry import family_of
 from hiap.nn.compact import Attention, Block, Widths, shrink_block
+from hiap.nn.rotary import Rope, Rotary
 from hiap.pruning.attach import is_gated
 from hiap.pruning.extract import TOLERANCE, check_dtype, difference, probe_images, rebuild
 from hiap.pruning.topology import Topology
 from hiap.speed.clock import materialise, timings
+from hiap.speed.fused import available, fuse
 
-__all__ = ["Optimized", "compiled", "optimize"]
+__all__ = ["Optimized", "bake", "compiled", "optimize"]
 
 
 class LastBlock(nn.Module):
@@ -63,7 +68,10 @@ def _attend(attn: Attention, x: Tensor, tokens: int) -> Tensor:
     q = attn.q_norm(q.view(B, tokens, H, attn.qk_dim)).transpose(1, 2)
     k = attn.k_norm(k.view(B, N, H, attn.qk_dim)).transpose(1, 2)
     v = v.view(B, N, H, attn.value_dim).transpose(1, 2)
-    x = F.scaled_dot_product_attention(q, k, v, scale=attn.head_dim**-0.5)
+    if attn.rotary is not None:
+        q, k = attn.rotary(q, k)
+    mask = None if attn.position is None else attn.position()[:, :, :tokens].to(q.dtype)
+    x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=attn.head_dim**-0.5)
     x = attn.proj(x.transpose(1, 2).reshape(B, tokens, attn.split[2]))
     return x
 
@@ -81,6 +89,8 @@ class Optimized(nn.Module):
         super().__init__()
         self.family = family_of(model)
         self.whole = not self.family.comes_apart
+        if not self.whole:
+            bake(self.family.sites(model), self.family.ropes(model))
         blocks = [site.module for site in self.family.sites(model)] if self.whole else self.family.take_blocks(model)
         if last is not None and blocks and not self.whole:
             blocks[-1] = LastBlock(cast(Block, blocks[-1]), last)
@@ -92,9 +102,16 @@ class Optimized(nn.Module):
         if self.whole:
             return cast(Tensor, self.model(x))
         x = self.family.embed(self.model, x) if self.stem is None else self.stem(x)
-        for block in self.blocks:
-            x = block(x)
+        for step in self.blocks:
+            x = step(x)
         return self.family.head(self.model, x)
+
+
+def bake(sites: Sequence[Site], ropes: Sequence[Rope | None]) -> None:
+    """Give converted or compact blocks the rotary tables of one image size, so that they run without their model."""
+    for site, rope in zip(sites, ropes, strict=True):
+        if site.pairs is not None and rope is not None:
+            cast(Rotary, site.attention.rotary).bake(rope)
 
 
 @torch.no_grad()
@@ -104,6 +121,8 @@ def optimize(
     batch: int = 64,
     pad: bool | None = None,
     last_block: bool = True,
+    kernels: bool = False,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Optimized:
     """A copy of a dense or compact model that is faster at inference and computes the same logits.
 
@@ -113,24 +132,33 @@ def optimize(
         pad: whether heads whose q/k and value widths differ get the greater of both, with zeros, as some attention
             kernels want. By default either form is timed on the model's device, and the faster is kept.
         last_block: whether the last block computes only what the classifier reads.
+        kernels: whether blocks run on fused Triton kernels where those are faster: in half precision, on a CUDA device.
+            Each is checked against plain PyTorch. Finding the fastest takes up to a minute the first time.
+        say: is told of progress.
 
     Raises:
         UnsupportedModelError: the model is of another family.
+        InputError: the kernels are asked for where they do not run.
         ExtractionError: the logits differ (relative to the largest, in float64 where the device has it).
     """
     family = family_of(model)
     family.sites(model)
     if is_gated(model):
         raise InputError("the model has gates: extract it first")
-    dtype = dtype or next(model.parameters()).dtype
+    dtype, device = dtype or next(model.parameters()).dtype, next(model.parameters()).device
+    if kernels and not (available(device, dtype) and family.comes_apart):
+        raise InputError(
+            f"fused kernels need Triton, a CUDA device, half precision and a model that comes apart; found {device}, "
+            f"{dtype}, {type(model).__name__}: leave `kernels` out, and plain PyTorch runs"
+        )
     source = copy.deepcopy(model).eval()
     if next(source.parameters()).dtype.itemsize < 4:
         source = source.float()
     check = check_dtype(source)
-    x = probe_images(source, 2).to(next(source.parameters()).device, check)
+    x = probe_images(source, 2).to(device, check)
     expected = logits_of(copy.deepcopy(source).to(check)(x))
     sites, cases = family.sites(source), (batch, family.tokens(source), dtype)
-    wanted = {site.widths: _square(site) for site in sites}
+    wanted = {site.widths: site.widths if kernels and pad is None else _square(site) for site in sites}
     chosen = {
         w: wide if w != wide and (_gains(sites, w, wide, *cases) if pad is None else pad) else w
         for w, wide in wanted.items()
@@ -140,7 +168,34 @@ def optimize(
     measured = difference([expected], [copy.deepcopy(fast).to(check)(x)])
     if not measured <= TOLERANCE[check]:
         raise ExtractionError(f"the optimised network does not reproduce its model: they differ by {measured:.3g}")
-    return fast.to(dtype)
+    if not kernels:
+        return fast.to(dtype)
+    return _on_kernels(fast, dtype, batch, family.tokens(model), x, expected, say)
+
+
+def _on_kernels(
+    fast: Optimized,
+    dtype: torch.dtype,
+    batch: int,
+    tokens: int,
+    images: Tensor,
+    expected: Tensor,
+    say: Callable[[str], None],
+) -> Optimized:
+    """The network on fused kernels; as it is, with a warning, where they compute something else."""
+    plain = copy.deepcopy(fast).to(dtype)
+    blocks = [block.block if isinstance(block, LastBlock) else block for block in fast.blocks]
+    last = fast.blocks[-1].tokens if len(fast.blocks) and isinstance(fast.blocks[-1], LastBlock) else None
+    fast.blocks = nn.ModuleList()
+    fast.to(dtype).blocks = nn.ModuleList(fuse(cast(list[Block], blocks), dtype, batch, tokens, last, say))
+    own, theirs = (difference([expected], [net(images.to(dtype)).to(expected)]) for net in (fast, plain))
+    if own <= 2 * theirs + torch.finfo(dtype).eps:
+        return fast
+    warnings.warn(
+        f"the fused kernels are off by {own:.2g} where plain PyTorch in {dtype} is off by {theirs:.2g}: not used",
+        stacklevel=3,
+    )
+    return plain
 
 
 def _square(site: Site) -> Widths:

@@ -21,7 +21,8 @@ from torch import nn
 from hiap.budget.deploy import MODES, PRECISIONS
 from hiap.budget.latency import AXES, UNITS, LatencyCost, LatencyError, LatencyTable
 from hiap.models.registry import family_of, widths_of
-from hiap.nn.compact import Widths, shrink_block
+from hiap.nn.compact import Widths, is_glu, shrink_block
+from hiap.nn.rotary import Rotary
 from hiap.pruning.attach import is_gated
 from hiap.speed.clock import Call, device_name, graphed, materialise, precision, timings
 from hiap.speed.inference import compiled, optimize
@@ -71,9 +72,10 @@ def measure(
     if not all(most.values()):
         raise LatencyError("the model has no attention or no FFN left; measure the dense one")
     whole, dim, tokens = Widths(**most), found[0].dim, family.tokens(model)
-    template = copy.deepcopy(next(site.block for site in found if site.widths.heads))
+    turned = next(site for site in found if site.widths.heads)
+    template, rope = copy.deepcopy(turned.block), family.ropes(model)[found.index(turned)]
     ffn_of = copy.deepcopy(next(site.block for site in found if site.widths.neurons))
-    template.norm2, template.mlp, template.ls2 = ffn_of.norm2, ffn_of.mlp, ffn_of.ls2
+    template.norm2, template.mlp, template.ls2, template.glu = ffn_of.norm2, ffn_of.mlp, ffn_of.ls2, is_glu(ffn_of)
     axes = _grid(whole, unit) | (grid or {})
     if any(site.qk_norm for site in found):  # which ties the q/k dims of a head together
         axes["qk_dim"] = [whole.qk_dim]
@@ -82,7 +84,11 @@ def measure(
 
         def chain(widths: Widths, length: int) -> nn.Module:
             blocks = [shrink_block(copy.deepcopy(template), dim, widths) for _ in range(length)]
-            return materialise(nn.Sequential(*blocks), device).to(dtype).eval()
+            made = materialise(nn.Sequential(*blocks), device)
+            for module in made.modules():
+                if isinstance(module, Rotary) and rope is not None:
+                    module.bake((rope[0].to(device), rope[1].to(device)))
+            return made.to(dtype).eval()
 
         def branch(widths: Widths) -> float:
             return clock(functools.partial(chain(widths, CHAIN), x)) / CHAIN

@@ -221,8 +221,7 @@ class Search(Phase):
         phase = Recover(context, small, self.teacher, self.step, topology)
         cuts = {}
         if shrunk:
-            names = [site.name for site in sites(network)]
-            cuts = slices(names, topology, topology.widths(config.round_to))
+            cuts = slices(sites(network), topology, topology.widths(config.round_to))
         carry_optimizer(self.optimizer, network, phase.optimizer, small, cuts)
         if self.ema is not None and phase.ema is not None:
             average = self.ema.module

@@ -1,0 +1,74 @@
+"""A dense model becomes a compact one again: from the record of its widths and its origin that config.json holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, astuple
+from typing import Any
+
+from torch import nn
+
+from hiap.errors import CheckpointError
+from hiap.models.registry import family_of, sites
+from hiap.nn.compact import Widths
+from hiap.pruning.extract import Provenance, note_provenance, shrink
+from hiap.pruning.topology import Topology
+
+__all__ = ["MALFORMED", "narrow", "read_provenance", "restore"]
+
+# What the values of a file that was edited may raise.
+MALFORMED = (AssertionError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)  # of odd values
+
+
+def restore(model: nn.Module, record: Mapping[str, Any]) -> None:
+    """Give a dense model the blocks of a compact one, in place, for a library that loads the weights itself.
+
+    Args:
+        record: the fields of config.json that say how wide the blocks are and where they come from.
+
+    Raises:
+        CheckpointError: the record does not describe a compact form of the model.
+    """
+    try:
+        note_provenance(narrow(model, record), read_provenance(record))
+    except MALFORMED as error:
+        raise CheckpointError(f"config.json does not describe a pruned {type(model).__name__}: {error}") from error
+    if record.get("pretrained_cfg"):
+        family = family_of(model)
+        family.check_usage("config.json: pretrained_cfg", record["pretrained_cfg"])
+        family.set_usage(model, record["pretrained_cfg"])
+
+
+def read_provenance(record: Mapping[str, Any]) -> Provenance:
+    """Where a compact model comes from, by its record."""
+    numbers = (record["round_to"], record["logit_difference"], record["tolerance"])
+    topology, dense = Topology.from_json(record["topology"]), read_widths(record["dense"])
+    return Provenance(topology, dense, *numbers, record["skeleton"])
+
+
+def narrow(model: nn.Module, record: Mapping[str, Any]) -> nn.Module:
+    """Replace the blocks of a dense model by those that a record tells of; new Linears are on the meta device."""
+    widths, dense = read_widths(record["blocks"]), read_widths(record["dense"])
+    depth = len(sites(model))
+    if not len(widths) == len(dense) == depth:
+        raise CheckpointError(f"{len(widths)} blocks, {len(dense)} dense ones and a depth of {depth} do not agree")
+    for i, (one, limit) in enumerate(zip(widths, dense, strict=True)):
+        if any((small or 0) > (large or 0) for small, large in zip(astuple(one), astuple(limit), strict=True)):
+            raise CheckpointError(f"block {i} has {one}, more than the dense {limit}")
+    return shrink(model, widths)
+
+
+def read_widths(entries: Any) -> tuple[Widths, ...]:
+    """Widths of blocks that come from a file.
+
+    Raises:
+        CheckpointError: a value that no block has.
+    """
+    widths = tuple(Widths(**entry) for entry in entries)
+    for one in widths:
+        for name, value in asdict(one).items():
+            if (type(value) is not int or value < 0) and not (value is None and name in ("heads", "neurons")):
+                raise CheckpointError(f"{name} must be a count; found {str(value)[:40]!r}")
+        if one.heads and not one.qk_dim * one.value_dim:
+            raise CheckpointError(f"heads need q/k and value dims; found {one}")
+    return widths

@@ -191,6 +191,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         "CLIPVisionModelWithProjection", "CLIPVisionConfig", intermediate_size=32, projection_dim=12
     ),
     "SigLIP": lambda: of_transformers("SiglipVisionModel", "SiglipVisionConfig", intermediate_size=32),
+    "DINOv3": lambda: of_transformers("DINOv3ViTModel", "DINOv3ViTConfig", intermediate_size=32),
     "DINOv2": lambda: of_transformers("Dinov2Model", "Dinov2Config", mlp_ratio=2),
     "ViT": lambda: of_transformers("ViTForImageClassification", "ViTConfig", intermediate_size=32),
 }

@@ -38,7 +38,7 @@ ACCEPTED = [
 CONVERTED = [  # whose blocks become ours while they have gates
     "vit_small_patch16_dinov3",
     "vit_pe_core_tiny_patch16_384",
-    "vit_small_patch16_rope_mixed_224",
+    "vit_small_patch16_rope_224",
     "eva02_tiny_patch14_224",
 ]
 

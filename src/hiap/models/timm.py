@@ -284,7 +284,8 @@ def _converted(block: ViT) -> compact.Block:
             *(dim, attn.num_heads, attn.head_dim, attn.head_dim, attn.head_dim, True, True),
             *(attn.q_norm, attn.k_norm, attn.attn_drop, attn.proj_drop),
         )
-        new_mlp = compact.GluMlp(dim, 1, True, True, mlp.act, mlp.drop1, mlp.drop2)
+        drop1, drop2 = (getattr(mlp, name, nn.Dropout(0.0)) for name in ("drop1", "drop2"))  # newer timm only
+        new_mlp = compact.GluMlp(dim, 1, True, True, mlp.act, drop1, drop2)
     new_attn.qkv, new_attn.proj, new_mlp.fc1, new_mlp.fc2 = attn.qkv, attn.proj, joined([mlp.w0, mlp.w1]), mlp.w2
     norm2 = nn.Sequential(block.norm2, mlp.norm)
     parts = (block.norm1, new_attn, block.ls1, block.drop_path1, norm2, new_mlp, block.ls2, block.drop_path2)

@@ -197,6 +197,8 @@ def _build(recipe: Recipe) -> nn.Module:
     arguments["norm_layer"] = functools.partial(NORMS[arguments["norm_layer"]], eps=arguments.pop("norm_eps"))
     for name in ("img_size", "patch_size"):
         arguments[name] = tuple(arguments[name])
+    if arguments["use_fc_norm"] == (arguments["global_pool"] == "avg"):  # which older versions of timm do not ask
+        del arguments["use_fc_norm"]
     with torch.device("meta"):
         model: ViT = library.Beit(**arguments)
     for block in model.blocks:

@@ -85,6 +85,9 @@ class EvaFamily(TimmFamily):
     def sites(self, model: ViT) -> list[Site]:
         self._check_around(model)
         rotary, per_head = model.rope is not None, bool(getattr(model, "rope_mixed", False))
+        if per_head and not hasattr(model.rope, "shift_coords"):
+            reason = "this version of timm cannot compute it in float64, in which every extraction is checked"
+            refuse("rope", model.rope, reason, "a newer timm")
         return [self._eva_site(f"blocks.{i}", block, model, rotary, per_head) for i, block in enumerate(model.blocks)]
 
     def _eva_site(self, name: str, block: ViT, model: ViT, rotary: bool, per_head: bool) -> Site:

@@ -139,11 +139,12 @@ def _scaled(block: ViT, which: str) -> bool:
 def _describe_rope(model: ViT) -> dict[str, Any]:
     rope, kind = model.rope, _ROPES.get(type(model.rope).__name__)
     if kind is None:
-        raise CheckpointError(f"the positions {type(rope).__name__} have no name in a recipe; known: {_ROPES}")
+        raise CheckpointError(
+            f"the positions {type(rope).__name__} have no name in a recipe; known: {', '.join(_ROPES)}"
+        )
     found = {"type": kind, "temperature": rope.temperature, "grid_indexing": rope.grid_indexing}
-    half = kind == "dinov3" or getattr(rope, "rotate_half", False)
-    layouts = {site.layout for site in (_rotary(block) for block in model.blocks) if site is not None}
-    found["rotate_half"] = "halves" in layouts if layouts else half
+    halves = [_halves(block.attn) for block in model.blocks if hasattr(block.attn, "head_dim")]
+    found["rotate_half"] = halves[0] if halves else kind in ("dinov3", "mrope")
     if kind in ("cat", "dinov3"):
         found["grid_offset"] = rope.grid_offset
     if kind == "cat" and rope.ref_feat_shape is not None:
@@ -153,8 +154,11 @@ def _describe_rope(model: ViT) -> dict[str, Any]:
     return found | {name: value for name in _COORDS if (value := getattr(rope, name, None)) is not None}
 
 
-def _rotary(block: ViT) -> Any:
-    return block.attn.rotary if isinstance(block.attn, Attention) else None
+def _halves(attn: ViT) -> bool:
+    """Whether positions turn the dims i and i + D/2 together, not neighbours."""
+    if isinstance(attn, Attention):
+        return attn.rotary is not None and attn.rotary.layout == "halves"
+    return bool(getattr(attn, "rotate_half", False))
 
 
 def build_eva(recipe: Recipe) -> nn.Module:

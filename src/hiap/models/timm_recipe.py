@@ -192,7 +192,7 @@ def _describe_branches(model: ViT) -> dict[str, Any]:
         last = mlp.w2 if isinstance(mlp, GeGluMlp) else mlp.fc2
         found |= {
             "proj_bias": last.bias is not None,
-            "proj_drop_rate": mlp.drop1.p,
+            "proj_drop_rate": getattr(getattr(mlp, "drop1", None), "p", 0.0),
             "act_layer": activation_name(mlp.act),
         }
         if isinstance(mlp, GeGluMlp) or isinstance(block.norm2, nn.Sequential):

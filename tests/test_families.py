@@ -201,3 +201,33 @@ def test_the_registry_script_groups_refusals_by_reason() -> None:
         "wrong": [],
         "refused": {f"blocks.*.mlp.norm is a LayerNorm: {between}": ["one", "two"]},
     }
+
+
+def test_the_readme_names_the_families_of_the_page() -> None:
+    readme = (PAGE.parents[1] / "README.md").read_text()
+    table = [line for line in readme.splitlines() if line.startswith("|") and "--model" in line]
+    sources = [line.strip("|").split(" | ")[1].strip() for line in table]
+    assert sources == ["timm", "torchvision", "Hugging Face Transformers"]
+    page = " ".join(row[0] for row in rows("| models | example | cut as well |"))
+    for line in (table[0], table[2]):
+        names = line.strip("|").split(" | ")[0].removesuffix(", and many more").split(", ")
+        missing = [name.strip() for name in names if name.split(" ")[0].strip() not in page]
+        assert not missing
+    for example in re.findall(r"--model (\S+?)`", " ".join(table[:2])):
+        assert sites(named(example))
+
+
+def test_the_classes_of_transformers_on_the_page_are_all_that_are_known() -> None:
+    parts = pytest.importorskip("hiap.models.transformers_parts")
+    page = " ".join(row[0] for row in rows("| models | example | cut as well |"))
+    families = {
+        "ViT": "ViT",
+        "DeiT": "DeiT",
+        "Dinov2": "DINOv2",
+        "DINOv3": "DINOv3",
+        "CLIP": "CLIP",
+        "Siglip": "SigLIP",
+    }
+    known = {next(words for start, words in families.items() if name.startswith(start)) for name in parts.CLASSES}
+    assert known == set(families.values())
+    assert all(words in page for words in known)

@@ -265,7 +265,10 @@ def _widths(name: str, block: ViT) -> Widths:
         _refuse_block(name, block)
     attn, mlp = block.attn, block.mlp
     if type(attn) is not layers.Attention:
-        refuse(f"{name}.attn", attn, "it is not timm's standard attention", "rules to cut this attention")
+        reason = "it is not timm's standard attention"
+        if hasattr(attn, "sub_norm"):
+            reason = "its heads normalise their values, so that a value dim that goes changes the others"
+        refuse(f"{name}.attn", attn, reason, "rules to cut this attention")
     if type(mlp) not in (layers.Mlp, layers.GluMlp, GeGluMlp):
         refuse(f"{name}.mlp", mlp, "it is not timm's Mlp, GluMlp or GeGluMlp", "rules to cut this MLP")
     if getattr(attn, "gate", None) is not None:

@@ -1,9 +1,11 @@
 """Small models of every accepted kind, with parameters away from timm's zeros and ones."""
 
+import gc
 import io
 import json
 import os
 import tarfile
+from collections.abc import Iterator
 from itertools import count, islice
 from pathlib import Path
 
@@ -19,9 +21,21 @@ from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+import hiap.training.loop  # noqa: F401
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # in processes that tests start
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imports_are_no_garbage() -> Iterator[None]:
+    """A run collects garbage at every phase; what imports have made need not be searched each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
 
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 7}
 

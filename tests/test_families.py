@@ -45,7 +45,7 @@ CONVERTED = [  # whose blocks become ours while they have gates
 REFUSED = {
     "vit_small_patch16_18x2_224": r"blocks\.0 is a ParallelThingsBlock: .*parallel.*would need",
     "vit_pwee_patch16_reg1_gap_256": r"blocks\.0 is a ParallelScalingBlock: .*parallel",
-    "vit_dwee_patch16_reg1_gap_256": r"blocks\.0\.attn is a DiffAttention: it is not timm's standard attention",
+    "vit_dwee_patch16_reg1_gap_256": r"blocks\.0\.attn is a DiffAttention: its heads normalise their values",
     "vit_base_patch16_rpn_224": r"blocks\.0 is a ResPostBlock: it normalises after",
     "vit_relpos_small_patch16_224": "the model is a VisionTransformerRelPos: .*relative position",
     "eva02_base_patch16_clip_224": r"blocks\.0\.attn\.norm is a LayerNorm: a norm between the units",

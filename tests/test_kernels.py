@@ -96,7 +96,7 @@ def blocks_of(model: nn.Module) -> tuple[Any, list[Any]]:
 def small_vit(**given: Any) -> nn.Module:
     torch.manual_seed(0)
     sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 48, "num_heads": 3, "depth": 4, "num_classes": 5}
-    model = timm.create_model("vit_tiny_patch16_224", **sizes, **given).eval()
+    model = timm.create_model("vit_tiny_patch16_224", **{**sizes, **given}).eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)
     return model
@@ -134,6 +134,68 @@ def test_what_the_kernels_do_not_know_stays_a_plain_step() -> None:
         assert off(fast.family.head(fast.model, found(fast.stem(x))), fast(x)) < 1e-6
 
 
-def test_kernels_are_refused_where_they_do_not_run() -> None:
-    with pytest.raises(hiap.InputError, match=r"fused kernels need Triton, a CUDA device, half precision .* found cpu"):
+@pytest.mark.parametrize(
+    ("device", "dtype", "message"),
+    [
+        ("cpu", torch.bfloat16, "they need a CUDA device; found cpu"),
+        ("cuda", torch.float32, "they need half precision; found torch.float32: pass dtype=torch.bfloat16"),
+    ],
+)
+def test_kernels_are_refused_with_the_reason(device: str, dtype: torch.dtype, message: str) -> None:
+    with pytest.raises(hiap.InputError, match=f"the fused kernels cannot run here: {message}"):
+        fused.check_available(small_vit(), torch.device(device), dtype)
+    with pytest.raises(hiap.InputError, match="the fused kernels cannot run here: they need a CUDA device; found cpu"):
         optimize(small_vit(), kernels=True)
+
+
+def test_missing_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(hiap.InputError, match="Triton is not installed: pip install triton"):
+        fused.check_available(small_vit(), torch.device("cuda"), torch.bfloat16)
+
+
+def test_inputs_need_not_be_contiguous(kernels: ModuleType) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(2, 32, 9).transpose(1, 2), torch.randn(32, 32) / 6, torch.randn(32)
+    found = kernels.linear(x, weight, None, bias, x, [], 0.0, [16, 16, 16, 1, 4])
+    assert off(found, x @ weight + bias + x) < 2e-6
+    one_pass = kernels.ffn(x, weight, bias, weight, bias, kernels.GELUS["erf"], 1e-6, [16, 16, 1, 4])
+    hidden = F.gelu(F.layer_norm(x, (32,), eps=1e-6) @ weight.t() + bias)
+    assert off(one_pass, x + hidden @ weight + bias) < 3e-5
+
+
+@pytest.mark.parametrize("stream", [40, 176])
+def test_one_pass_is_for_streams_that_its_tiles_fill(kernels: ModuleType, stream: int) -> None:
+    x, weight = torch.randn(1, 4, stream), torch.randn(16, stream)
+    with pytest.raises(ValueError, match=f"two powers of two and neurons in 16s; found {stream}, 16"):
+        kernels.ffn(x, weight, torch.zeros(16), weight, torch.zeros(stream), kernels.GELUS["erf"], 0.0, [16, 16, 1, 4])
+    _, blocks = blocks_of(small_vit(embed_dim=40, num_heads=2, depth=1))
+    found = fused.fuse(blocks, torch.float32, 1, 17)
+    choices = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "_settle", lambda some, say: choices.append(list(some)))
+        fused.tune(found, 1, 17)
+    assert [len(some) for some in choices] == [5, 0]
+
+
+def test_of_all_forms_the_fastest_right_one_is_kept(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_FASTEST", {})
+    monkeypatch.setattr(fused, "LINEAR", ((16, 16, 16, 1, 4), (7, 16, 16, 1, 4)))  # no tile has 7 rows
+    monkeypatch.setattr(fused, "ATTEND", ((16, 2),))
+    monkeypatch.setattr(fused, "FFN", ((16, 32, 1, 4),))
+    seen: list[int] = []
+
+    def timings(calls: list[Any], *options: Any) -> list[list[float]]:
+        seen.append(len(calls))
+        return [[float(len(calls) - i)] for i in range(len(calls))]  # the last is the fastest
+
+    monkeypatch.setattr(fused, "timings", timings)
+    fast, blocks = blocks_of(small_vit(depth=1))
+    found = fused.fuse(blocks, torch.float32, 2, 17, last=1)
+    fused.tune(found, 2, 17)
+    assert seen == [2] * 6  # plain PyTorch and one tile that runs
+    attend, ffn = found
+    assert (attend.tile, attend.qkv.tile, ffn.tile) == ((16, 2), (16, 16, 16, 1, 4), (16, 32, 1, 4))
+    x = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        assert off(fast.family.head(fast.model, found(fast.stem(x))), fast(x)) < 2e-5

@@ -25,6 +25,7 @@ from hiap.pruning.count import macs
 from hiap.pruning.extract import provenance_of, shrink
 from hiap.pruning.topology import Topology
 from hiap.speed.clock import DTYPES, Call, device_name, graphed, materialise, precision, timings
+from hiap.speed.fused import check_available
 from hiap.speed.inference import compiled, optimize
 
 __all__ = [
@@ -108,10 +109,8 @@ def bench(
     if device.type != "cuda" and any("graph" in mode for mode in modes):
         raise InputError(f"CUDA graphs need a CUDA device; found {device}")
     halves = [name for name in precisions if DTYPES[name].itemsize == 2]
-    if kernels and (device.type != "cuda" or not halves):
-        raise InputError(
-            f"fused kernels are for bf16 and fp16 on a CUDA device; found {', '.join(precisions)} on {device}"
-        )
+    for model in networks.values() if kernels else ():
+        check_available(model, device, DTYPES[halves[0] if halves else precisions[0]])
     rows = []
     costs = {name: macs(model) for name, model in networks.items()}
     for name in precisions:

@@ -11,17 +11,20 @@ import functools
 import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
+from hiap.errors import InputError
+from hiap.models.registry import family_of
 from hiap.nn.compact import Attention, Block, Constant, Mlp
-from hiap.speed.clock import graphed, timings
+from hiap.speed.clock import Call, graphed, timings
 from hiap.speed.steps import Attend, FeedForward, First, Linear, Plain, Shift, Tile
 
-__all__ = ["available", "fuse"]
+__all__ = ["check_available", "fuse"]
 
 HALF = (torch.bfloat16, torch.float16)
 MOST_TOKENS = 256  # that attention holds at once
@@ -34,9 +37,21 @@ ATTEND = ((128, 4), (64, 2), (64, 4), (32, 1), (16, 1))
 FFN = ((128, 64, 3, 8), (64, 32, 3, 4))
 
 
-def available(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels run on a device in a precision."""
-    return device.type == "cuda" and dtype in HALF and importlib.util.find_spec("triton") is not None
+def check_available(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise an InputError with the reason where a model cannot run on the kernels."""
+    family, reason = family_of(model), ""
+    if device.type != "cuda":
+        reason = f"they need a CUDA device; found {device}"
+    elif dtype not in HALF:
+        reason = f"they need half precision; found {dtype}: pass dtype=torch.bfloat16"
+    elif importlib.util.find_spec("triton") is None:
+        reason = "Triton is not installed: pip install triton"
+    elif not family.comes_apart:
+        reason = (
+            f"models of the family {family.name!r} run whole; theirs would need `embed` and `head` (docs/family.md)"
+        )
+    if reason:
+        raise InputError(f"the fused kernels cannot run here: {reason}. Without `kernels`, plain PyTorch runs")
 
 
 def _gelu_of(block: Block) -> str | None:
@@ -105,20 +120,36 @@ def _shift(steps: list[nn.Module], bias: Tensor, scale: nn.Module) -> None:
     """Add a constant to the stream: in the bias of the last step that has one."""
     gamma = getattr(scale, "gamma", None)
     bias = (bias if gamma is None else bias * gamma).detach().float()
-    if steps and isinstance(steps[-1], Attend | FeedForward):
-        steps[-1].out.bias += bias
+    before = steps[-1] if steps else None
+    if isinstance(before, Attend | FeedForward):
+        before.out.bias += bias
+    elif isinstance(before, Shift):
+        before.bias += bias
     else:
         steps.append(Shift(bias))
 
 
+Shape: TypeAlias = "tuple[int, int, int]"
+
+
 @dataclass(frozen=True)
 class Choice:
-    """A module that can run in several forms: `run` does, in one of them."""
+    """A module that can run in several forms: `run` does, on inputs of these shapes, in one of them."""
 
     module: Linear | Attend | FeedForward
-    run: Callable[[Tile], Tensor]
+    shapes: tuple[Shape, ...]
+    run: Callable[..., Tensor]
     tiles: Sequence[Tile]  # beside plain PyTorch
-    key: tuple[Any, ...]  # what the fastest form depends on
+    kind: tuple[Any, ...]
+
+    @property
+    def like(self) -> Tensor:
+        return next(self.module.buffers())
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What the fastest form depends on."""
+        return (self.like.device, self.like.dtype, self.shapes, *self.kind)
 
 
 _FASTEST: dict[tuple[Any, ...], Tile] = {}  # of what was tried in this process
@@ -129,54 +160,41 @@ def tune(steps: Iterable[nn.Module], batch: int, tokens: int, say: Callable[[str
     products, passes = [], []
     for step in steps:
         if isinstance(step, Attend):
-            products += _attend_choices(step, batch, tokens)
-            tokens = step.first or tokens
+            first = step.first or tokens
+            x, qkv, o = ((batch, n, width) for n, width in _widths(step, tokens, first))
+            products.append(_product(step.qkv, x))
+            products.append(Choice(step, (qkv,), step.attend, ATTEND, step.key))
+            products.append(_product(step.out, o, (batch, first, x[2])))
+            tokens = first
         elif isinstance(step, FeedForward):
-            products += _product_choices(step, batch, tokens)
-            passes += _pass_choices(step, batch, tokens)
+            neurons, width = step.out.weight.shape
+            x = (batch, tokens, width)
+            products += [_product(step.fc1, x), _product(step.out, (batch, tokens, neurons), x)]
+            if width <= NARROW and _is_two_powers(width):
+                passes.append(Choice(step, (x,), step.run, FFN, ("ffn", neurons, step.fc1.gelu)))
         elif isinstance(step, First):
             tokens = step.tokens
     for choices in (products, passes):  # one pass is set against two products in their fastest form
         _settle(choices, say)
 
 
-def _attend_choices(step: Attend, batch: int, tokens: int) -> list[Choice]:
-    weight, first = step.qkv.weight, step.first or tokens
-    x, qkv, o = (
-        torch.randn(batch, count, width, device=weight.device, dtype=weight.dtype)
-        for count, width in ((tokens, len(weight)), (tokens, weight.shape[1]), (first, len(step.out.weight)))
-    )
-    return [
-        _choice(step.qkv, x),
-        Choice(step, lambda tile: step.attend(qkv, tile), ATTEND, (*_where(qkv), *step.key)),
-        _choice(step.out, o, x[:, :first].contiguous()),
-    ]
+def _widths(step: Attend, tokens: int, first: int) -> list[tuple[int, int]]:
+    """Tokens and widths of what goes into the products of an attention, and into the attention itself."""
+    stream, qkv = step.qkv.weight.shape
+    return [(tokens, stream), (tokens, qkv), (first, len(step.out.weight))]
 
 
-def _product_choices(step: FeedForward, batch: int, tokens: int) -> list[Choice]:
-    neurons, width = step.out.weight.shape
-    x, h = (
-        torch.randn(batch, tokens, n, device=step.out.weight.device, dtype=step.out.weight.dtype)
-        for n in (width, neurons)
-    )
-    return [_choice(step.fc1, x), _choice(step.out, h, x)]
+def _product(module: Linear, x: Shape, residual: Shape | None = None) -> Choice:
+    if residual is None:
+        return Choice(module, (x,), lambda one, tile: module.run(one, None, tile), LINEAR, module.key)
+    return Choice(module, (x, residual), module.run, LINEAR, module.key)
 
 
-def _pass_choices(step: FeedForward, batch: int, tokens: int) -> list[Choice]:
-    neurons, width = step.out.weight.shape
-    if width > NARROW:
-        return []
-    x = torch.randn(batch, tokens, width, device=step.out.weight.device, dtype=step.out.weight.dtype)
-    return [Choice(step, lambda tile: step.run(x, tile), FFN, (*_where(x), neurons, step.fc1.gelu))]
+def _is_two_powers(width: int) -> bool:
+    """Whether the kernel of a whole FFN, which has no mask for columns, fits a stream."""
+    from hiap.speed import kernels
 
-
-def _choice(module: Linear, x: Tensor, residual: Tensor | None = None) -> Choice:
-    key = (*_where(x), *module.key, residual is not None)
-    return Choice(module, lambda tile: module.run(x, residual, tile), LINEAR, key)
-
-
-def _where(x: Tensor) -> tuple[Any, ...]:
-    return (x.device, x.dtype, *x.shape)
+    return sum(kernels.two_powers(width)) == width
 
 
 def _settle(choices: Sequence[Choice], say: Callable[[str], None]) -> None:
@@ -190,22 +208,27 @@ def _settle(choices: Sequence[Choice], say: Callable[[str], None]) -> None:
 
 
 def _fastest(choice: Choice) -> Tile:
-    device, expected = choice.key[0], choice.run(None)
+    like = choice.like
+    inputs = [torch.randn(shape, device=like.device, dtype=like.dtype) for shape in choice.shapes]
+    run = functools.partial(choice.run, *inputs)
+    right = functools.partial(_is_right, run, run(None))
     with ThreadPoolExecutor(THREADS) as pool:  # compiles several at once
-        works = list(pool.map(functools.partial(_works, choice, expected), choice.tiles))
-    tiles = [None, *(tile for tile, right in zip(choice.tiles, works, strict=True) if right)]
+        works = list(pool.map(right, choice.tiles))
+    tiles = [None, *(tile for tile, good in zip(choice.tiles, works, strict=True) if good)]
     if len(tiles) == 1:
         return None
-    calls = [graphed(functools.partial(choice.run, tile), device) for tile in tiles]
-    times = timings(calls, device, 2, 20, 5)
+    calls: list[Call] = [functools.partial(run, tile) for tile in tiles]
+    if like.is_cuda:
+        calls = [graphed(call, like.device) for call in calls]
+    times = timings(calls, like.device, 2, 20, 5)
     return tiles[min(range(len(tiles)), key=lambda i: min(times[i]))]
 
 
 @torch.inference_mode()
-def _works(choice: Choice, expected: Tensor, tile: Tile) -> bool:
+def _is_right(run: Callable[[Tile], Tensor], expected: Tensor, tile: Tile) -> bool:
     """Whether a form runs, and computes what plain PyTorch does: not every tile fits on every device."""
     try:
-        with torch.cuda.device(choice.key[0]):
-            return bool((choice.run(tile) - expected).abs().max() <= CLOSE * expected.abs().max())
+        with torch.cuda.device(expected.device) if expected.is_cuda else nullcontext():
+            return bool((run(tile) - expected).abs().max() <= CLOSE * expected.abs().max())
     except Exception:  # Triton has many kinds, and plain PyTorch runs
         return False

@@ -35,7 +35,7 @@ from hiap.pruning.attach import is_gated
 from hiap.pruning.extract import TOLERANCE, check_dtype, difference, probe_images, rebuild
 from hiap.pruning.topology import Topology
 from hiap.speed.clock import materialise, timings
-from hiap.speed.fused import available, fuse
+from hiap.speed.fused import check_available, fuse
 
 __all__ = ["Optimized", "bake", "compiled", "optimize"]
 
@@ -146,11 +146,8 @@ def optimize(
     if is_gated(model):
         raise InputError("the model has gates: extract it first")
     dtype, device = dtype or next(model.parameters()).dtype, next(model.parameters()).device
-    if kernels and not (available(device, dtype) and family.comes_apart):
-        raise InputError(
-            f"fused kernels need Triton, a CUDA device, half precision and a model that comes apart; found {device}, "
-            f"{dtype}, {type(model).__name__}: leave `kernels` out, and plain PyTorch runs"
-        )
+    if kernels:
+        check_available(model, device, dtype)
     source = copy.deepcopy(model).eval()
     if next(source.parameters()).dtype.itemsize < 4:
         source = source.float()

@@ -40,7 +40,7 @@ def _gelu(x, a, b, c):
 @triton.jit
 def _moments_kernel(X, MEAN, SCALE, rows, inner, eps, M: tl.constexpr, D: tl.constexpr):
     """The mean of each row, and one over its standard deviation."""
-    r = tl.program_id(0) * M + tl.arange(0, M)
+    r = (tl.program_id(0) * M + tl.arange(0, M)).to(tl.int64)
     k = tl.arange(0, D)
     known = (k < inner)[None, :]
     x = tl.load(X + r[:, None] * inner + k[None, :], mask=(r < rows)[:, None] & known, other=0.0).to(tl.float32)
@@ -61,7 +61,7 @@ def _linear_kernel(
     norm(x) W = (x W - mean(x) sum(W)) / std(x), so that x itself is read.
     """
     columns = tl.cdiv(width, N)
-    r = (tl.program_id(0) // columns) * M + tl.arange(0, M)
+    r = ((tl.program_id(0) // columns) * M + tl.arange(0, M)).to(tl.int64)
     c = (tl.program_id(0) % columns) * N + tl.arange(0, N)
     row, column = (r < rows)[:, None], (c < width)[None, :]
     acc = tl.zeros((M, N), tl.float32)
@@ -94,10 +94,10 @@ def _attention_kernel(
     KA: tl.constexpr, KB: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """Y = attention(QKV) for the first tokens of an image. Keys are in two parts of KA and KB tokens."""
-    image = tl.program_id(1)
+    image = tl.program_id(1).to(tl.int64)
     r = tl.program_id(0) * M + tl.arange(0, M)
     inside = (r < first)[:, None]
-    base = QKV + image.to(tl.int64) * tokens * width
+    base = QKV + image * tokens * width
     qd, vd, ka = tl.arange(0, QP), tl.arange(0, VP), tl.arange(0, KA)
     seen = (ka < tokens)[:, None]
     for h in tl.range(0, heads):
@@ -133,7 +133,7 @@ def _ffn_kernel(
 ):  # fmt: skip
     """Y = X + gelu(norm(X) W1' + b1) W2 + b2; W1 and W2 are (hidden, A + B), the stream is in two parts."""
     D: tl.constexpr = A + B
-    r = tl.program_id(0) * M + tl.arange(0, M)
+    r = (tl.program_id(0) * M + tl.arange(0, M)).to(tl.int64)
     inside = (r < rows)[:, None]
     ca = tl.arange(0, A)
     at_a = r[:, None] * D + ca[None, :]
@@ -187,7 +187,8 @@ def linear(
     """
     M, N, K, stages, warps = tile
     inner, width = weight.shape
-    rows = x.numel() // inner
+    x, rows = x.contiguous(), x.numel() // inner
+    residual = None if residual is None else residual.contiguous()
     y = x.new_empty(*x.shape[:-1], width)
     grid = (triton.cdiv(rows, M) * triton.cdiv(width, N),)
     mean = scale = None
@@ -216,7 +217,7 @@ def attend(qkv: Tensor, heads: int, qk_dim: int, value_dim: int, first: int, sca
         tile: rows of a tile, warps.
     """
     M, warps = tile
-    images, tokens, width = qkv.shape
+    qkv, (images, tokens, width) = qkv.contiguous(), qkv.shape
     y = qkv.new_empty(images, first, heads * value_dim)
     KA, KB = two_powers(tokens)
     _attention_kernel[(triton.cdiv(first, M), images)](
@@ -244,8 +245,10 @@ def ffn(
     """
     M, H, stages, warps = tile
     hidden, stream = weight1.shape
-    rows = x.numel() // stream
-    y = torch.empty_like(x)
+    if sum(two_powers(stream)) != stream or hidden % H:
+        raise ValueError(f"one pass needs a stream of two powers of two and neurons in {H}s; found {stream}, {hidden}")
+    x, rows = x.contiguous(), x.numel() // stream
+    y = x.new_empty(x.shape)
     _ffn_kernel[(triton.cdiv(rows, M),)](
         x, weight1, bias1, weight2, bias2, y, rows, hidden, eps, *gelu, *two_powers(stream), M, H, stages,
         num_warps=warps,
@@ -255,7 +258,7 @@ def ffn(
 
 @ffn.register_fake
 def _(x, weight1, bias1, weight2, bias2, gelu, eps, tile):
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
 def _power(n: int) -> int:

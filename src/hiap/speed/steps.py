@@ -169,12 +169,14 @@ class FeedForward(nn.Module):
 class Shift(nn.Module):
     """x + a constant."""
 
+    bias: Tensor
+
     def __init__(self, bias: Tensor) -> None:
         super().__init__()
         self.register_buffer("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + cast(Tensor, self.bias).to(x.dtype)
+        return x + self.bias.to(x.dtype)
 
 
 class First(nn.Module):

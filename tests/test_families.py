@@ -157,7 +157,7 @@ def rows(heading: str) -> list[list[str]]:
 
 def named(example: str) -> nn.Module:
     """The model that a page names, on the meta device; of Transformers, with the default configuration of its class."""
-    library, _, name = example.rpartition(":")
+    library, _, name = example.replace("transformers.", "transformers:").rpartition(":")
     if not library:
         whole = "swin" in name or "sapiens2" in name  # which have an argument for each block
         return on_meta(name) if whole else on_meta(name, depth=2)

@@ -187,7 +187,8 @@ def test_a_compact_model_takes_other_sizes_but_for_relative_positions(tmp_path: 
         if kind == "beit":
             with pytest.raises(hiap.InputError) as error:
                 timm.create_model(f"local-dir:{folder}", img_size=24)
-            assert str(error.value) == "the relative positions of the model are for images of 16x16; found 24"
+            assert str(error.value) == "a pruned BEiT is for images of one size, 16x16; found 24"
+            assert timm.create_model(f"local-dir:{folder}", img_size=16).patch_embed.img_size == (16, 16)
         else:
             larger = timm.create_model(f"local-dir:{folder}", img_size=24).eval()
             assert torch.isfinite(larger(x)).all() and hiap.macs(larger) == any_family.counted(larger, x)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -216,3 +217,11 @@ def test_the_family_is_looked_up_only_where_torchvision_is_in_use(monkeypatch: p
     monkeypatch.delitem(sys.modules, "torchvision")
     with pytest.raises(hiap.UnsupportedModelError, match="it is not a timm VisionTransformer"):
         family_of(model)
+
+
+def test_options_of_timm_are_refused_for_a_folder_of_torchvision(tmp_path: Path) -> None:
+    compact = hiap.extract(make(), any_family.ragged(make(), 0))
+    hiap.save(compact, tmp_path / "compact")
+    assert type(timm.create_model(f"local-dir:{tmp_path / 'compact'}")) is type(compact)
+    with pytest.raises(hiap.InputError, match="VisionTransformer, which is no model of timm: img_size cannot be set"):
+        timm.create_model(f"local-dir:{tmp_path / 'compact'}", img_size=32)

@@ -15,7 +15,7 @@ __all__ = ["hiap_vit", "register"]
 
 def hiap_vit(pretrained: bool = False, pretrained_cfg: Any = None, **options: Any) -> Any:
     """timm's entry point, for `timm.create_model("local-dir:FOLDER")`; the weights are always loaded."""
-    from hiap.models.timm import entry_point
+    from hiap.models.timm_entry import entry_point
     from hiap.pruning.saving import load
 
     return entry_point(load, pretrained_cfg, **options)

@@ -9,7 +9,7 @@ Its recipes are in `timm_recipe`; the rotary ViTs of timm are in `timm_eva`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any, NoReturn, TypeAlias, cast
 
@@ -17,7 +17,6 @@ import timm
 import timm.layers as layers
 import torch
 from timm.data import resolve_data_config
-from timm.models._features import FeatureGetterNet
 from timm.models.vision_transformer import Block, VisionTransformer
 from timm.models.vitamin import GeGluMlp
 from torch import Tensor, nn
@@ -30,10 +29,9 @@ from hiap.models.timm_recipe import NORMS, USAGE, build_vit, describe_vit, mlp_r
 from hiap.nn import compact
 from hiap.nn.compact import Widths
 from hiap.nn.gates import GatedLinear
-from hiap.nn.position_bias import PositionBias
 from hiap.nn.stem import Stem
 
-__all__ = ["TIMM", "TimmFamily", "check_units", "entry_point", "preprocessing_of"]
+__all__ = ["TIMM", "TimmFamily", "check_units", "preprocessing_of"]
 
 # nn.Module types every attribute as Tensor | Module; here the members of a model are known.
 ViT: TypeAlias = Any
@@ -86,7 +84,8 @@ class TimmFamily(Family):
     def refuse_class(self, model: nn.Module) -> NoReturn:
         """Say why a model is not of this family."""
         reason = "it is not a timm VisionTransformer" + _OTHERS.get(type(model).__name__, "")
-        refuse("the model", model, reason, "an adapter that names this family's attention and MLP layers")
+        needed = "a description of its blocks: hiap.DescribedFamily takes a dozen lines (docs/family.md)"
+        refuse("the model", model, reason, needed)
 
     def stem(self, model: ViT) -> nn.Module:
         return cast(nn.Module, model.patch_embed)
@@ -221,43 +220,6 @@ def preprocessing_of(model: nn.Module) -> Preprocessing:
     own = resolve_data_config({}, model=model)
     names = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
     return Preprocessing(size=tuple(own["input_size"][1:]), **{name: own[name] for name in names})
-
-
-def entry_point(
-    load: Callable[[str], nn.Module],
-    pretrained_cfg: Any,
-    pretrained_cfg_overlay: Any = None,
-    cache_dir: Any = None,
-    num_classes: int | None = None,
-    img_size: int | tuple[int, int] | None = None,
-    features_only: bool = False,
-    out_indices: int | Sequence[int] = 3,
-    **unknown: Any,
-) -> nn.Module:
-    """What `timm.create_model("local-dir:FOLDER")` gives back, in training mode.
-
-    Args:
-        load: reads a compact model from a folder.
-        features_only: the feature maps of the last blocks or of `out_indices`, as for timm's own ViTs.
-    """
-    folder = (pretrained_cfg or {}).get("file") if isinstance(pretrained_cfg, dict) else None
-    if folder is None:
-        raise InputError("hiap_vit describes a saved model: create it with timm.create_model('local-dir:FOLDER')")
-    if unknown:
-        raise InputError(
-            f"hiap_vit takes num_classes, img_size, features_only and out_indices; found {', '.join(sorted(unknown))}"
-        )
-    model: ViT = load(folder)
-    if num_classes is not None and num_classes != model.num_classes:
-        model.reset_classifier(num_classes)
-        model.__dict__.pop("class_names", None)
-    if img_size is not None and any(isinstance(module, PositionBias) for module in model.modules()):
-        height, width = TIMM.input_shape(model)[1:]
-        raise InputError(f"the relative positions of the model are for images of {height}x{width}; found {img_size}")
-    if img_size is not None:
-        model.set_input_size(img_size)
-    result: nn.Module = FeatureGetterNet(model, out_indices) if features_only else model
-    return result.train()
 
 
 def _widths(name: str, block: ViT) -> Widths:

@@ -353,7 +353,11 @@ def set_topology(model: nn.Module, topology: Topology, logit: float = START_LOGI
             elif not mask.all():
                 raise TopologyError(
                     f"block {i}: the topology closes units that have no {kind} gate"
-                    + (" (qk_norm ties the q/k dims of a head together)" if kind == "qk_dim" else "")
+                    + (
+                        " (qk_norm ties the q/k dims of a head together)"
+                        if kind == "qk_dim" and site.qk_norm
+                        else f": attach the model with granularities that include {kind!r}"
+                    )
                 )
     for gate, mask in plan:
         signs = mask.to(gate.logit).view(-1) * 2 - 1

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import hiap
 from conftest import make
+from hiap.cli.main import main
 from hiap.export.exporting import export_model
 from hiap.export.formats import FORMATS, SUFFIXES, Opened, find_format
 from hiap.export.network import Deployable
@@ -110,3 +112,22 @@ def test_the_network_that_is_exported_computes_what_the_model_does(kind: str) ->
     network = Deployable(model)
     images = torch.randn(3, *network.shape)
     assert torch.allclose(network(images), model(images), atol=1e-4 * float(model(images).abs().max()))
+
+
+def test_a_file_is_scored_like_the_folder_it_came_from(
+    exported: Path, compact: nn.Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chance = np.random.default_rng(0)
+    for number in range(56):
+        place = tmp_path / "photos" / ("train", "val")[number % 2] / NAMES[number % 7]
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(chance.integers(0, 255, (40, 36, 3), dtype=np.uint8)).save(place / f"{number}.png")
+    hiap.save(compact, tmp_path / "folder")
+    scores = []
+    for name in (tmp_path / "folder", exported):
+        assert (
+            main(["evaluate", str(name), "--data", str(tmp_path / "photos"), "--workers", "0", "--batch-size", "5"])
+            == 0
+        )
+        scores.append(capsys.readouterr().out)
+    assert scores[0] == scores[1] and scores[0].endswith("28 images\n")

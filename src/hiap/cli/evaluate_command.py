@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 
 from hiap.cli.arguments import add_config, positive
+from hiap.cli.evaluate_file import evaluate_file
 from hiap.cli.lookup import compact_folder
 from hiap.errors import InputError
+from hiap.export.formats import format_of
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "Accuracy of a saved compact model, or of a dense one, on the validation part of a data set."
 EXAMPLES = """examples:
   hiap evaluate runs/mine --data photos/
+  hiap evaluate mine.onnx --data photos/
   hiap evaluate --model deit_small_patch16_224 --data imagenet/
   hiap evaluate --model vit_tiny_patch16_224 --weights my.safetensors --img-size 128 --data photos/
 """
@@ -23,7 +26,11 @@ INPUT = ("data", "val_split", "input_key", "target_key", "download", "workers", 
 
 
 def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
-    command.add_argument("folder", nargs="?", help="a folder written by hiap.save, or that of a run; or give --model")
+    command.add_argument(
+        "folder",
+        nargs="?",
+        help="a folder written by hiap.save, that of a run, or a file of hiap export; or give --model",
+    )
     add_config(command, every_option=True, only=(*DENSE, *INPUT))
     command.add_argument(
         "--batch-size", type=positive, default=None, help="images at a time (default 256, on a CPU 64)"
@@ -46,6 +53,10 @@ def run(options: argparse.Namespace) -> int:
         raise InputError(f"--{wrong[0].replace('_', '-')} goes with --model; a folder is scored as it is")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = read_config(None, {"lambda_macro": 0.0, **given})  # what it would be pruned to does not matter
+    if options.folder is not None and format_of(options.folder) is not None:
+        scores = evaluate_file(options.folder, config, options.batch_size or 64)
+        print(f"top-1 {scores['top1']:.2f} %  top-5 {scores['top5']:.2f} %  {scores['images']} images")
+        return 0
     if options.model:
         model = dense_model(config).to(device).eval()
     else:

@@ -77,11 +77,15 @@ def traced(network: Deployable, batch: int | None) -> torch.export.ExportedProgr
         ExportError: torch cannot trace it so.
     """
     shapes = None if batch else ({0: torch.export.Dim("batch", min=1)},)
+    images = torch.zeros(batch or 2, *network.shape)
     try:
-        return torch.export.export(network, (torch.zeros(batch or 2, *network.shape),), dynamic_shapes=shapes)
-    except (RuntimeError, ValueError, TypeError) as error:  # those of torch.export are all of these
-        mend = "" if batch else "; a fixed batch may work: --batch 1"
-        raise ExportError(f"torch.export cannot trace this network: {error}{mend}") from error
+        return torch.export.export(network, (images,), dynamic_shapes=shapes, strict=False)
+    except Exception:  # of many kinds; the other way of tracing takes longer and may still work
+        try:
+            return torch.export.export(network, (images,), dynamic_shapes=shapes, strict=True)
+        except Exception as error:
+            mend = "" if batch else "; a fixed batch may work: --batch 1"
+            raise ExportError(f"torch.export cannot trace this network: {error}{mend}") from error
 
 
 def description(model: nn.Module, form: str, precision: str, batch: int | None) -> dict[str, Any]:

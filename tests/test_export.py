@@ -1,6 +1,11 @@
 """Files for other runtimes: each is compared with the model's own forward, read by its own runtime."""
 
+import functools
 import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +18,10 @@ from torch import nn
 import hiap
 from conftest import make
 from hiap.cli.main import main
-from hiap.export.exporting import export_model
+from hiap.export.exporting import export_model, publish
 from hiap.export.formats import FORMATS, SUFFIXES, Opened, find_format
 from hiap.export.network import Deployable
+from hiap.export.running import ExportedModel
 
 pytestmark = pytest.mark.slow
 
@@ -48,12 +54,23 @@ def compact() -> nn.Module:
     return ragged()
 
 
-@pytest.fixture(scope="module", params=FORMATS)
-def exported(request: pytest.FixtureRequest, compact: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module")
+def export_as(compact: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The model as a file of a format, written once."""
+
+    @functools.cache
+    def written(name: str) -> Path:
+        file = file_of(name, tmp_path_factory.mktemp(name))
+        export_model(compact, file)
+        return file
+
+    return written
+
+
+@pytest.fixture(params=FORMATS)
+def exported(request: pytest.FixtureRequest, export_as: Callable[[str], Path]) -> Path:
     """The model as a file of each format."""
-    file = file_of(request.param, tmp_path_factory.mktemp(request.param))
-    export_model(compact, file)
-    return file
+    return export_as(request.param)
 
 
 def open_again(file: Path) -> Opened:
@@ -131,3 +148,129 @@ def test_a_file_is_scored_like_the_folder_it_came_from(
         )
         scores.append(capsys.readouterr().out)
     assert scores[0] == scores[1] and scores[0].endswith("28 images\n")
+
+
+@torch.no_grad()
+def test_the_script_of_the_docs_needs_neither_hiap_nor_torch(
+    export_as: Callable[[str], Path], compact: nn.Module, tmp_path: Path
+) -> None:
+    pixels = np.random.default_rng(1).integers(0, 255, (40, 40, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "image.png")
+    page = (Path(__file__).resolve().parents[1] / "docs/export.md").read_text()
+    (script,) = [text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "onnxruntime" in text]
+    script = script.replace("mine.onnx", str(export_as("onnx"))).replace("photos/val/cat/3.png", "image.png")
+    blocked = "import sys\nsys.modules['hiap'] = sys.modules['torch'] = None\n"
+    run = subprocess.run([sys.executable, "-c", blocked + script], cwd=tmp_path, capture_output=True, text=True)
+    inner = Image.fromarray(pixels).resize((32, 32), Image.Resampling.BICUBIC, box=(2, 2, 38, 38))
+    mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+    images = torch.from_numpy((np.asarray(inner) / 255 - mean) / std).float().permute(2, 0, 1)[None]
+    assert (run.stdout, run.stderr) == (f"{NAMES[int(compact(images).argmax())]}\n", "")
+
+
+@pytest.fixture(scope="module")
+def tiny() -> nn.Module:
+    """One block, for tests of everything but the network."""
+    return make("augreg", depth=1).float()
+
+
+def test_a_fixed_batch_and_half_precision(tiny: nn.Module, tmp_path: Path) -> None:
+    report = export_model(tiny, tmp_path / "model.pt2", precision="fp16", batch=4)
+    assert report["difference"].keys() == {"4"} and report["tolerance"] == 2e-2
+    assert 1e-5 < report["difference"]["4"] < 1e-2
+    model = ExportedModel(tmp_path / "model.pt2")
+    images = torch.randn(6, 3, 32, 32)
+    with torch.no_grad():
+        expected = tiny(images)
+    assert model(images).shape == (6, 7)
+    assert float((model(images) - expected).abs().max()) <= 2e-2 * float(expected.abs().max())
+
+
+def test_a_file_that_computes_something_else_is_not_written(
+    tiny: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, usual = find_format("pt2"), find_format("pt2").open
+
+    def off(file: Path, threads: int) -> Opened:
+        opened = usual(file, threads)
+        return Opened(lambda images: opened.run(images) + 0.1, opened.about)
+
+    monkeypatch.setattr(kind, "open", off)
+    with pytest.raises(
+        hiap.ExportError, match=r"with 1 images its logits differ by .* of the largest, allowed 0\.0001"
+    ):
+        export_model(tiny, tmp_path / "model.pt2")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(
+    tiny: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.pt2").write_text("old")
+    (tmp_path / ".model.pt2.writing-killed").mkdir()  # of a process that was killed
+
+    def full(program: Any, file: Path, *rest: Any) -> None:
+        file.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(find_format("pt2"), "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        export_model(tiny, tmp_path / "model.pt2", overwrite=True)
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("model.pt2", "old")]
+
+
+def test_a_kill_between_two_renames_leaves_no_file_beside_parts_of_another(tmp_path: Path) -> None:
+    old, new = tmp_path, tmp_path / "new"
+    new.mkdir()
+    for folder in (old, new):
+        for name in ("model.xml", "model.bin", "model.xml.json"):
+            (folder / name).write_text(folder.name)
+    (new / "model.xml").unlink()  # as if the process ended before it was moved
+    with pytest.raises(FileNotFoundError):
+        publish(new / "model.xml", [new / "model.bin"], new / "model.xml.json", old / "model.xml")
+    assert [file.name for file in old.iterdir() if file.is_file()] == ["model.bin"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-o", "taken.pt2"], "taken.pt2 exists already: name another file, or pass --overwrite to replace it"),
+        (["-o", "model.tflite"], "model.tflite does not say its format: name it FILE.onnx, FILE.xml, FILE.pt2"),
+        (["-o", "model.onnx", "--format", "pt2"], "a file of pt2 ends in .pt2; found model.onnx"),
+        (["-o", "nowhere/model.pt2"], "nowhere/model.pt2 cannot be written: there is no folder"),
+        (["-o", "folder.pt2"], "folder.pt2 cannot be written: it is a folder"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_first(
+    tiny: nn.Module,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    hiap.save(hiap.extract(tiny, hiap.Topology.from_counts(tiny, heads=[1])), "model")
+    Path("taken.pt2").touch()
+    Path("folder.pt2").mkdir()
+    assert main(["export", "model", *arguments]) == 1
+    assert message in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "taken.pt2", "folder.pt2"}
+
+
+def test_a_missing_package_gives_the_line_that_installs_it(
+    tiny: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package, file, extra in (("onnxruntime", "a.onnx", "onnx"), ("openvino", "a.xml", "openvino")):
+        monkeypatch.setitem(sys.modules, package, None)
+        monkeypatch.setattr(find_format(extra), "packages", (package,))
+        with pytest.raises(hiap.InputError, match=rf'{extra} needs the package {package} .*"hiap\[{extra}\]"'):
+            export_model(tiny, tmp_path / file)
+
+
+def test_a_file_of_somebody_else_is_not_scored(tmp_path: Path) -> None:
+    program = torch.export.export(nn.Linear(2, 2), (torch.zeros(1, 2),))
+    torch.export.save(program, tmp_path / "other.pt2")
+    with pytest.raises(hiap.InputError, match="does not say how its images are made ready: write it with hiap export"):
+        ExportedModel(tmp_path / "other.pt2")
+    with pytest.raises(hiap.InputError, match="no such file"):
+        ExportedModel(tmp_path / "none.onnx")

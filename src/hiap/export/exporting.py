@@ -21,7 +21,7 @@ from hiap.models.family import logits_of
 from hiap.models.registry import family_of
 from hiap.speed.clock import device_name, timings
 
-__all__ = ["ALLOWED", "export_model"]
+__all__ = ["ALLOWED", "export_model", "publish"]
 
 # Largest difference from the logits of PyTorch in float32, relative to the largest of them
 ALLOWED = {"fp32": 1e-4, "fp16": 2e-2}
@@ -78,12 +78,14 @@ def export_model(
         companions = sorted(file for file in folder.iterdir() if file != made)
         own = Path(f"{made}.json")
         own.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        _publish(made, companions, own, target)
+        publish(made, companions, own, target)
     return report
 
 
 def _check(target: Path, form: str | None, precision: str, batch: int | None, overwrite: bool) -> ExportFormat:
     """The format of a file that can be written there."""
+    if target.is_dir():
+        raise InputError(f"{target} cannot be written: it is a folder")
     kind = format_of(target) if form is None else find_format(form)
     if kind is None:
         raise InputError(f"{target} does not say its format: name it {', '.join(f'FILE{one}' for one in SUFFIXES)}")
@@ -95,8 +97,6 @@ def _check(target: Path, form: str | None, precision: str, batch: int | None, ov
         raise InputError(f"batch must be at least 1; found {batch}")
     if not target.absolute().parent.is_dir():
         raise InputError(f"{target} cannot be written: there is no folder {target.absolute().parent}")
-    if target.is_dir():
-        raise InputError(f"{target} cannot be written: it is a folder")
     taken = [file for file in (target, Path(f"{target}.json")) if file.exists()]
     if taken and not overwrite:
         raise InputError(f"{taken[0]} exists already: name another file, or pass --overwrite to replace it")
@@ -144,7 +144,7 @@ def _timed(network: Deployable, opened: Opened, kind: ExportFormat, batch: int) 
     return {"timed_batch": batch, "ms": {kind.runtime: own, "torch": torchs}, "device": device_name(cpu)}
 
 
-def _publish(made: Path, companions: list[Path], report: Path, target: Path) -> None:
+def publish(made: Path, companions: list[Path], report: Path, target: Path) -> None:
     """Move finished files to their places. A kill in between never leaves a file beside parts of another one."""
     Path(f"{target}.json").unlink(missing_ok=True)
     if companions:

@@ -274,3 +274,21 @@ def test_a_file_of_somebody_else_is_not_scored(tmp_path: Path) -> None:
         ExportedModel(tmp_path / "other.pt2")
     with pytest.raises(hiap.InputError, match="no such file"):
         ExportedModel(tmp_path / "none.onnx")
+
+
+def test_runtimes_are_timed_side_by_side(tiny: nn.Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compact = hiap.extract(tiny, hiap.Topology.from_counts(tiny, heads=[1]))
+    hiap.save(compact, tmp_path / "compact")
+    quick = ["--device", "cpu", "--batch-size", "1,3", "--runs", "2", "--warmup", "1"]
+    file = tmp_path / "speed.json"
+    assert main(["bench", str(tmp_path / "compact"), "--runtime", "torch,pt2", "--out", str(file), *quick]) == 0
+    rows = [row for row in json.loads(file.read_text())["rows"] if row["mode"] == "pt2"]
+    assert [(row["network"], row["batch"]) for row in rows] == [(n, b) for b in (1, 3) for n in ("dense", "compact")]
+    assert [row["macs"] for row in rows[:2]] == [hiap.macs(tiny), hiap.macs(compact)]
+    assert all(row["ms"] > 0 for row in rows) and "each in its fastest mode:" in capsys.readouterr().out
+    for wrong, message in (
+        (["--runtime", "tensorrt"], "runtime must be one of torch, onnx, openvino, pt2; found 'tensorrt'"),
+        (["--runtime", "pt2", "--precision", "bf16"], "pt2 has the precisions fp32, fp16; found 'bf16'"),
+    ):
+        assert main(["bench", str(tmp_path / "compact"), *quick, *wrong]) == 1
+        assert message in capsys.readouterr().err

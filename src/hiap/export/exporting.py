@@ -19,14 +19,13 @@ from hiap.export.formats import PRECISIONS_OUT, SUFFIXES, ExportFormat, Opened, 
 from hiap.export.network import Deployable, description, traced
 from hiap.models.family import logits_of
 from hiap.models.registry import family_of
-from hiap.speed.clock import device_name, timings
+from hiap.speed.clock import DTYPES, device_name, timings
 
 __all__ = ["ALLOWED", "export_model", "publish"]
 
 # Largest difference from the logits of PyTorch in float32, relative to the largest of them
 ALLOWED = {"fp32": 1e-4, "fp16": 2e-2}
 BATCHES = (1, 2, 7)  # that a file for any number of images is tried with
-DTYPES_OUT = {"fp32": torch.float32, "fp16": torch.float16}
 
 
 def export_model(
@@ -60,11 +59,10 @@ def export_model(
     target = Path(out)
     kind = _check(target, form, precision, batch, overwrite)
     about = description(model, kind.name, precision, batch)
-    # OpenVINO stores its weights in fewer bits by itself, and computes as its device does best.
-    dtype = torch.float32 if kind.name == "openvino" else DTYPES_OUT[precision]
+    dtype = DTYPES[precision] if kind.casts else torch.float32
     say(f"tracing the network for {'any batch' if batch is None else f'a batch of {batch}'}")
     network = Deployable(model, dtype)
-    program = traced(network, batch)
+    program = traced(network, network.shape, batch)
     with scratch_beside(target) as folder:
         made = folder / target.name
         say(f"writing {kind.name}")

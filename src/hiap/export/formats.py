@@ -43,6 +43,7 @@ class ExportFormat(ABC):
     name: str
     runtime: str  # in words
     suffix: str
+    casts = True  # in half precision the network is cast; if not, only its weights are stored so
     packages: tuple[str, ...] = ()  # to import, beside torch
     extra = ""  # of pip that installs them
 

@@ -7,6 +7,7 @@ prefix are appended by padding instead, which every runtime does well.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -67,17 +68,18 @@ class Deployable(nn.Module):
         return logits_of(self.network(images.to(self.dtype))).float()
 
 
-def traced(network: Deployable, batch: int | None) -> torch.export.ExportedProgram:
+def traced(network: nn.Module, shape: Sequence[int], batch: int | None) -> torch.export.ExportedProgram:
     """The graph of a network.
 
     Args:
-        batch: images at a time; None for any number.
+        shape: of one input, without the batch.
+        batch: inputs at a time; None for any number.
 
     Raises:
         ExportError: torch cannot trace it so.
     """
     shapes = None if batch else ({0: torch.export.Dim("batch", min=1)},)
-    images = torch.zeros(batch or 2, *network.shape)
+    images = torch.zeros(batch or 2, *shape)
     try:
         return torch.export.export(network, (images,), dynamic_shapes=shapes, strict=False)
     except Exception:  # of many kinds; the other way of tracing takes longer and may still work

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,16 @@ __all__ = ["FORMAT"]
 
 class _OpenVino(ExportFormat):
     name, runtime, suffix = "openvino", "OpenVINO", ".xml"
-    packages, extra = ("openvino",), "openvino"
+    packages, extra, casts = ("openvino",), "openvino", False
 
     def write(self, program: Any, file: Path, about: str, precision: str) -> None:
         import openvino
 
         model = openvino.convert_model(program)
-        sizes = json.loads(about)
-        batch = -1 if sizes["batch"] == "dynamic" else sizes["batch"]
-        # The converter leaves every size open: images of another size would run, to no good.
-        model.reshape(openvino.PartialShape([batch, sizes["channels"], *sizes["size"]]))
+        name = program.graph_signature.user_inputs[0]
+        shape = next(node for node in program.graph.nodes if node.name == name).meta["val"].shape
+        # The converter leaves every size open: images of another size would run, to no good, and all would be slow.
+        model.reshape(openvino.PartialShape([size if isinstance(size, int) else -1 for size in shape]))
         model.inputs[0].set_names({INPUT})
         model.outputs[0].set_names({OUTPUT})
         model.set_rt_info(about, KEY)

@@ -20,6 +20,7 @@ from conftest import make
 from hiap.cli.main import main
 from hiap.export.exporting import export_model, publish
 from hiap.export.formats import FORMATS, SUFFIXES, Opened, find_format
+from hiap.export.latency_tables import other_runtime
 from hiap.export.network import Deployable
 from hiap.export.running import ExportedModel
 
@@ -292,3 +293,18 @@ def test_runtimes_are_timed_side_by_side(tiny: nn.Module, tmp_path: Path, capsys
     ):
         assert main(["bench", str(tmp_path / "compact"), *quick, *wrong]) == 1
         assert message in capsys.readouterr().err
+
+
+def test_a_latency_table_is_measured_in_another_runtime(tiny: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hiap.speed.measure.CHAIN", 1)
+    cpu = torch.device("cpu")
+    grid = {"heads": [3], "qk_dim": [8], "value_dim": [8], "neurons": [96]}
+    other = other_runtime("pt2", cpu, "fp32")
+    assert other is not None and other_runtime("torch", cpu, "bf16") is None
+    table = hiap.measure(tiny, cpu, "fp32", 2, grid=grid, other=other)
+    assert (table.runtime, table.mode, table.batch, table.heads) == ("pt2", "eager", 2, [3])
+    assert min(table.attention[0][0][0], table.ffn[0], table.outside, table.dense) > 0
+    with pytest.raises(hiap.InputError, match=r"^onnx is measured in ms only; found 'mJ'$"):
+        other_runtime("onnx", cpu, "fp32", "mJ")
+    with pytest.raises(hiap.InputError, match="timed on the CPU only, found cuda: pass --device cpu"):
+        other_runtime("onnx", torch.device("cuda"), "fp32")

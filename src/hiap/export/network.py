@@ -50,14 +50,15 @@ class Deployable(nn.Module):
     Args:
         model: dense or compact; it is copied.
         dtype: that it computes in.
+        last_block: whether the last block computes only what the classifier reads.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype = torch.float32, last_block: bool = True) -> None:
         super().__init__()
         source = copy.deepcopy(model).cpu().float().eval()
         self.shape = family_of(source).input_shape(source)
         self.dtype = dtype
-        self.network = optimize(source, dtype, batch=1, pad=False).requires_grad_(False)
+        self.network = optimize(source, dtype, 1, pad=False, last_block=last_block).requires_grad_(False)
         stem = self.network.stem
         if isinstance(stem, Stem):
             self.network.stem = PaddedStem(stem, self.shape[0])

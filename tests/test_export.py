@@ -235,6 +235,7 @@ def test_a_kill_between_two_renames_leaves_no_file_beside_parts_of_another(tmp_p
     ("arguments", "message"),
     [
         (["-o", "taken.pt2"], "taken.pt2 exists already: name another file, or pass --overwrite to replace it"),
+        (["-o", "taken.xml"], "taken.bin exists already: name another file, or pass --overwrite to replace it"),
         (["-o", "model.tflite"], "model.tflite does not say its format: name it FILE.onnx, FILE.xml, FILE.pt2"),
         (["-o", "model.onnx", "--format", "pt2"], "a file of pt2 ends in .pt2; found model.onnx"),
         (["-o", "nowhere/model.pt2"], "nowhere/model.pt2 cannot be written: there is no folder"),
@@ -251,11 +252,12 @@ def test_what_cannot_be_written_is_refused_first(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     hiap.save(hiap.extract(tiny, hiap.Topology.from_counts(tiny, heads=[1])), "model")
-    Path("taken.pt2").touch()
+    for name in ("taken.pt2", "taken.bin"):
+        Path(name).touch()
     Path("folder.pt2").mkdir()
     assert main(["export", "model", *arguments]) == 1
     assert message in capsys.readouterr().err
-    assert {path.name for path in tmp_path.iterdir()} == {"model", "taken.pt2", "folder.pt2"}
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "taken.pt2", "taken.bin", "folder.pt2"}
 
 
 def test_a_missing_package_gives_the_line_that_installs_it(

@@ -76,7 +76,10 @@ def export_model(
         companions = sorted(file for file in folder.iterdir() if file != made)
         own = Path(f"{made}.json")
         own.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        unused = [file for file in kind.files(target) if not (folder / file.name).exists()]
         publish(made, companions, own, target)
+        for file in unused:  # of the model that was replaced
+            file.unlink(missing_ok=True)
     return report
 
 
@@ -95,7 +98,7 @@ def _check(target: Path, form: str | None, precision: str, batch: int | None, ov
         raise InputError(f"batch must be at least 1; found {batch}")
     if not target.absolute().parent.is_dir():
         raise InputError(f"{target} cannot be written: there is no folder {target.absolute().parent}")
-    taken = [file for file in (target, Path(f"{target}.json")) if file.exists()]
+    taken = [file for file in (*kind.files(target), Path(f"{target}.json")) if file.exists()]
     if taken and not overwrite:
         raise InputError(f"{taken[0]} exists already: name another file, or pass --overwrite to replace it")
     kind.check()

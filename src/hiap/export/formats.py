@@ -64,6 +64,10 @@ class ExportFormat(ABC):
             threads: that the runtime may use.
         """
 
+    def files(self, target: Path) -> list[Path]:
+        """All files that may make up an exported model, the one that is named first."""
+        return [target]
+
     def check(self) -> None:
         """Raise an InputError with the line that installs a package that is missing."""
         for package in self.packages:

@@ -19,6 +19,9 @@ class _Onnx(ExportFormat):
     name, runtime, suffix = "onnx", "onnxruntime", ".onnx"
     packages, extra = ("onnx", "onnxscript", "onnxruntime"), "onnx"
 
+    def files(self, target: Path) -> list[Path]:
+        return [target, Path(f"{target}.data")]  # the second for large models only
+
     def write(self, program: Any, file: Path, about: str, precision: str) -> None:
         import torch
 

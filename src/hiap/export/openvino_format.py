@@ -15,6 +15,9 @@ class _OpenVino(ExportFormat):
     name, runtime, suffix = "openvino", "OpenVINO", ".xml"
     packages, extra, casts = ("openvino",), "openvino", False
 
+    def files(self, target: Path) -> list[Path]:
+        return [target, target.with_suffix(".bin")]
+
     def write(self, program: Any, file: Path, about: str, precision: str) -> None:
         import openvino
 

@@ -24,6 +24,10 @@ def test_how_a_network_is_deployed() -> None:
     assert Deployment.parse(None, cuda=False) == Deployment("fp32", 1, "eager")
     assert Deployment.parse("64, graph", cuda=True) == Deployment("bf16", 64, "graph")
     assert Deployment.parse("torch,eager,fp16,8", cuda=False) == Deployment("fp16", 8, "eager")
+    assert Deployment.parse("onnx", cuda=True) == Deployment("fp32", 1, "eager", "onnx")
+    assert Deployment.parse("fp16,openvino,4", cuda=False) == Deployment("fp16", 4, "eager", "openvino")
+    with pytest.raises(ValueError, match=r"^deploy 'onnx,graph': graph is a mode of torch; leave it out$"):
+        Deployment.parse("onnx,graph", cuda=True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device of the run is a GPU here")
@@ -32,7 +36,8 @@ def test_a_target_in_time_measures_the_device_once_and_keeps_the_table(
 ) -> None:
     own, calls = synthetic(dim=16, tokens=5, device=device_name(CPU), precision="fp32", batch=2, mode="eager"), []
 
-    def measured(model: Any, device: Any, *how: Any, say: Any) -> LatencyTable:
+    def measured(model: Any, device: Any, *how: Any, say: Any, other: Any) -> LatencyTable:
+        assert other is None  # torch itself
         calls.append(how)
         return replace(own, outside=float(len(calls)))  # no two measurements are the same
 

@@ -231,7 +231,7 @@ def test_every_error_is_ours_and_what_it_was() -> None:
     import hiap.errors as errors
 
     kinds = [getattr(errors, name) for name in errors.__all__ if name != "HiapError"]
-    assert len(kinds) == 10
+    assert len(kinds) == 11
     usual = (ValueError, RuntimeError, TypeError)
     assert all(issubclass(kind, hiap.HiapError) and issubclass(kind, usual) for kind in kinds)
     assert errors.ConfigError is hiap.ConfigError and errors.RunError is hiap.RunError

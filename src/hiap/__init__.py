@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         BudgetError,
         CheckpointError,
         ConfigError,
+        ExportError,
         ExtractionError,
         HiapError,
         InputError,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         TopologyError,
         UnsupportedModelError,
     )
+    from hiap.export.exporting import export_model
     from hiap.models.described import DescribedFamily
     from hiap.models.family import Family, Site
     from hiap.models.registry import register_family
@@ -67,6 +69,7 @@ __all__ = [
     "Counts",
     "Data",
     "DescribedFamily",
+    "ExportError",
     "ExtractionError",
     "Family",
     "Floors",
@@ -93,6 +96,7 @@ __all__ = [
     "compiled",
     "detach",
     "expected_counts",
+    "export_model",
     "extract",
     "gates",
     "hard_counts",
@@ -118,8 +122,9 @@ _MODULES = {  # and the names each of them gives to the package
     "budget.latency": "LatencyCost LatencyTable",
     "data.loaders": "LoaderData",
     "data.sources": "Data",
-    "errors": "BudgetError CheckpointError ConfigError ExtractionError HiapError InputError KindError LatencyError "
-    "RunError TopologyError UnsupportedModelError",
+    "errors": "BudgetError CheckpointError ConfigError ExportError ExtractionError HiapError InputError KindError "
+    "LatencyError RunError TopologyError UnsupportedModelError",
+    "export.exporting": "export_model",
     "models.described": "DescribedFamily",
     "models.family": "Family Site",
     "models.registry": "register_family",

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["write_text"]
+__all__ = ["scratch_beside", "write_text"]
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -17,3 +21,18 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     except OSError:
         partial.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def scratch_beside(target: str | os.PathLike[str]) -> Iterator[Path]:
+    """A folder beside a file, to prepare it in: what is finished there is moved by a rename, and the rest vanishes.
+
+    Folders that a killed process has left for the same file are removed.
+    """
+    path = Path(target).absolute()
+    prefix = f".{path.name}.writing-"
+    for entry in path.parent.iterdir():
+        if entry.name.startswith(prefix):
+            shutil.rmtree(entry, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=path.parent, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)

@@ -8,6 +8,7 @@ __all__ = [
     "BudgetError",
     "CheckpointError",
     "ConfigError",
+    "ExportError",
     "ExtractionError",
     "HiapError",
     "InputError",
@@ -49,6 +50,10 @@ class TopologyError(HiapError, ValueError):
 
 class ExtractionError(HiapError, RuntimeError):
     """The extracted network does not reproduce the gated one."""
+
+
+class ExportError(HiapError, RuntimeError):
+    """A model cannot be exported, or the exported file computes something else."""
 
 
 class CheckpointError(HiapError, ValueError):

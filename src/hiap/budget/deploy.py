@@ -8,7 +8,7 @@ from hiap.errors import InputError
 
 __all__ = ["MODES", "PRECISIONS", "RUNTIMES", "Deployment"]
 
-RUNTIMES = ("torch",)
+RUNTIMES = ("torch", "onnx", "openvino")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 MODES = {
     "eager": "as it is",
@@ -33,12 +33,14 @@ class Deployment:
         Raises:
             InputError: with the words that are known.
         """
+        words = (text or "").replace(" ", "").split(",") if text else []
+        cuda = cuda and not {*words} & {*RUNTIMES[1:]}  # which are measured on the CPU
         found = {"precision": "bf16" if cuda else "fp32", "batch": 256 if cuda else 1}
         found |= {"mode": "compile" if cuda else "eager", "runtime": "torch"}
         kinds = {**dict.fromkeys(RUNTIMES, "runtime"), **dict.fromkeys(PRECISIONS, "precision")}
         kinds |= dict.fromkeys(MODES, "mode")
         seen: dict[str, str] = {}
-        for word in (text or "").replace(" ", "").split(",") if text else ():
+        for word in words:
             kind = "batch" if word.isascii() and word.isdigit() and int(word) > 0 else kinds.get(word)
             if kind is None:
                 raise InputError(
@@ -49,4 +51,6 @@ class Deployment:
                 raise InputError(f"deploy {text!r} names two of one kind: {seen[kind]} and {word}")
             seen[kind] = word
             found[kind] = int(word) if kind == "batch" else word
+        if found["runtime"] != "torch" and found["mode"] != "eager":
+            raise InputError(f"deploy {text!r}: {found['mode']} is a mode of torch; leave it out")
         return cls(str(found["precision"]), int(found["batch"]), str(found["mode"]), str(found["runtime"]))

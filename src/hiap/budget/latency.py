@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hiap.atomic import write_text
 from hiap.budget.cost import Cost
-from hiap.budget.deploy import MODES, PRECISIONS
+from hiap.budget.deploy import MODES, PRECISIONS, RUNTIMES
 from hiap.errors import LatencyError
 from hiap.models.family import Site
 from hiap.models.registry import family_of, widths_of
@@ -68,11 +68,12 @@ class LatencyTable:
     outside: float
     dense: float
     torch_version: str = ""
+    runtime: str = "torch"  # one of RUNTIMES
 
     def check(self) -> None:
         """Raise a LatencyError with everything that is wrong with the table itself."""
         wrong = []
-        for name, known in (("unit", UNITS), ("precision", PRECISIONS), ("mode", tuple(MODES))):
+        for name, known in (("unit", UNITS), ("precision", PRECISIONS), ("mode", tuple(MODES)), ("runtime", RUNTIMES)):
             if getattr(self, name) not in known:
                 wrong.append(f"{name} must be one of {', '.join(known)}; found {self._shown(name)}")
         for name in ("device", "model", "torch_version"):

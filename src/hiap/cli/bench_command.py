@@ -18,6 +18,7 @@ HELP = "Time a compact model against its dense one, side by side."
 EXAMPLES = """examples:
   hiap bench runs/deit_s
   hiap bench runs/mine --precision bf16 --batch-size 1,64 --mode compile+graph --out speed.json
+  hiap bench runs/mine --device cpu --runtime torch,onnx,openvino
   hiap bench --model deit_base_patch16_224 --topology deit_base_7.4g --paper
 """
 
@@ -41,6 +42,7 @@ def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
     add("--precision", type=listed(str), metavar="A,B", help="of fp32, tf32, bf16, fp16 (default fp32,bf16; CPU: fp32)")
     modes = "of eager, compile, graph, compile+graph (default eager,compile; CPU: eager)"
     add("--mode", type=listed(str), metavar="A,B", help=modes)
+    add("--runtime", type=listed(str), metavar="A,B", help="of torch, onnx, openvino, pt2 (default torch)")
     add("--kernels", action="store_true", help="also on fused kernels (CUDA with Triton, bf16 or fp16)")
     add("--warmup", type=positive, help="untimed runs (default 10)")
     add("--runs", type=positive, help="timed runs of each network (default 50)")
@@ -51,11 +53,13 @@ def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from hiap.export.runtimes import bench_runtimes, find_runtimes
     from hiap.speed.bench import bench, record, table
 
     device = find_device(options.device)
     check_writable(options.json)
     on_gpu, paper = device.type == "cuda" and not options.paper, options.paper
+    runtimes = options.runtime or ["torch"]
     networks = _networks(options)
     settings: dict[str, Any] = {
         "batches": options.batch or ([1, 256] if device.type == "cuda" or paper else [1, 8]),
@@ -65,8 +69,15 @@ def run(options: argparse.Namespace) -> int:
         "repeat": options.runs or (100 if paper else 50),
         "kernels": options.kernels,
     }
-    rows = bench(networks, device, say=lambda text: print(f"timing {text}", file=sys.stderr), **settings)
-    found = record(rows, device, settings)
+    others = find_runtimes([name for name in runtimes if name != "torch"], device, settings["precisions"])
+
+    def say(text: str) -> None:
+        print(f"timing {text}", file=sys.stderr)
+
+    rows = bench(networks, device, say=say, **settings) if "torch" in runtimes else []
+    same = {name: settings[name] for name in ("batches", "precisions", "warmup", "repeat")}
+    rows += bench_runtimes(networks, others, say=say, **same)
+    found = record(rows, device, settings | {"runtimes": runtimes})
     print(f"{found['device']}, torch {found['torch']}")
     print(table(rows, next(iter(networks))))
     if options.json:

@@ -9,14 +9,17 @@ from typing import Any
 
 from hiap.atomic import write_text
 from hiap.cli.arguments import add_config, positive
+from hiap.cli.evaluate_file import evaluate_file
 from hiap.cli.lookup import check_writable, compact_folder
 from hiap.errors import InputError
+from hiap.export.formats import format_of
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "Accuracy of a saved compact model, or of a dense one, on the validation part of a data set."
 EXAMPLES = """examples:
   hiap evaluate runs/mine --data photos/
+  hiap evaluate mine.onnx --data photos/
   hiap evaluate runs/backbone --against dense --data photos/ --knn --linear-probe
   hiap evaluate --model deit_small_patch16_224 --data imagenet/
   hiap evaluate --model vit_tiny_patch16_224 --weights my.safetensors --img-size 128 --data photos/
@@ -30,7 +33,11 @@ PROMPT = "a photo of a {}."
 
 
 def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
-    command.add_argument("folder", nargs="?", help="a folder written by hiap.save, or that of a run; or give --model")
+    command.add_argument(
+        "folder",
+        nargs="?",
+        help="a folder written by hiap.save, that of a run, or a file of hiap export; or give --model",
+    )
     add_config(command, every_option=True, only=(*DENSE, *INPUT))
     command.add_argument(
         "--batch-size", type=positive, default=None, help="images at a time (default 256, on a CPU 64)"
@@ -68,10 +75,16 @@ def run(options: argparse.Namespace) -> int:
             raise InputError(f"--{name} goes with {needed}" + (" and a folder" if name == "against" else ""))
     check_writable(options.json)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    exported = options.folder is not None and format_of(options.folder) is not None
+    if exported and probes:
+        raise InputError(f"{options.folder} gives logits alone: --knn, --linear-probe and --zero-shot go with a folder")
     objective = {"objective": "features"} if probes else {}
-    config = read_config(
-        None, {"lambda_macro": 0.0, **objective, **given}
-    )  # what it would be pruned to does not matter
+    # what it would be pruned to does not matter
+    config = read_config(None, {"lambda_macro": 0.0, **objective, **given})
+    if exported:
+        figures = evaluate_file(options.folder, config, options.batch_size or 64)
+        print(f"top-1 {figures['top1']:.2f} %  top-5 {figures['top5']:.2f} %  {figures['images']} images")
+        return _written(options.json, figures)
     if options.model:
         name, model = "dense", dense_model(config).to(device).eval()
     else:
@@ -83,8 +96,12 @@ def run(options: argparse.Namespace) -> int:
         figures = _probed(options, config, models, batch, device)
     else:
         figures = _classified(config, model, batch, device)
-    if options.json:
-        write_text(options.json, json.dumps(figures, indent=1) + "\n")
+    return _written(options.json, figures)
+
+
+def _written(file: str | None, figures: dict[str, Any]) -> int:
+    if file:
+        write_text(file, json.dumps(figures, indent=1) + "\n")
     return 0
 
 

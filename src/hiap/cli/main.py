@@ -22,6 +22,7 @@ from hiap.cli import (
     bench_command,
     demo_command,
     evaluate_command,
+    export_command,
     info_command,
     measure_command,
     plan_command,
@@ -39,6 +40,7 @@ COMMANDS: dict[str, ModuleType] = {
     "info": info_command,
     "bench": bench_command,
     "measure": measure_command,
+    "export": export_command,
 }
 PACKAGE = Path(__file__).parents[1]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
+from hiap.budget.deploy import RUNTIMES
 from hiap.cli.arguments import positive
 from hiap.cli.lookup import check_writable, find_device, random_model
 
@@ -24,6 +25,7 @@ def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
     add("--device", help="cuda or cpu; CUDA by default where there is any")
     add("--precision", "--dtype", dest="dtype", help="fp32, tf32, bf16 or fp16 (default bf16; CPU: fp32)")
     add("--batch-size", "--batch", dest="batch", type=positive, help="images at a time (default 256; CPU: 1)")
+    add("--runtime", default="torch", choices=RUNTIMES, help="that networks will run in (default torch)")
     add("--mode", help="how networks will run: eager, graph (default with CUDA) or compile (optimised and compiled)")
     add("--unit", default="ms", help="ms, or mJ where the GPU reports energy (default ms)")
     add("-o", "--out", "--output", dest="output", metavar="FILE", required=True, help="JSON file to write")
@@ -31,6 +33,7 @@ def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from hiap.budget.latency import LatencyCost
+    from hiap.export.latency_tables import other_runtime
     from hiap.models.registry import sites
     from hiap.speed.measure import measure
 
@@ -39,11 +42,13 @@ def run(options: argparse.Namespace) -> int:
     model = random_model(options).to(device)
     gpu = device.type == "cuda"
     dtype, batch = options.dtype or ("bf16" if gpu else "fp32"), options.batch or (256 if gpu else 1)
-    found = measure(model, device, dtype, batch, options.unit, options.mode, options.model, say=print)
+    other = other_runtime(options.runtime, device, dtype, options.unit)
+    found = measure(model, device, dtype, batch, options.unit, options.mode, options.model, say=print, other=other)
     found.save(options.output)
     parts = LatencyCost(model, found).of_widths(model, [site.widths for site in sites(model)])
+    where = found.device if other is None else f"{found.device}, {found.runtime}"
     print(
-        f"{found.device}, {found.precision}, batch {found.batch}: dense {found.dense:.3f} {found.unit}, "
+        f"{where}, {found.precision}, batch {found.batch}: dense {found.dense:.3f} {found.unit}, "
         f"{parts:.3f} {found.unit} by the table, which targets are read on"
     )
     if abs(parts / found.dense - 1) > 0.1:

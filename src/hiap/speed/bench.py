@@ -37,6 +37,7 @@ __all__ = [
     "find_topology",
     "record",
     "runner",
+    "spread",
     "table",
 ]
 
@@ -137,12 +138,13 @@ def bench(
                     for key, found in zip(cast, times, strict=True):
                         ms = statistics.median(found)
                         cost, speed = cost_of[key], 1e3 * batch / ms
-                        rows.append(Row(key, name, batch, mode, ms, _spread(found), speed, cost, backends[key]))
+                        rows.append(Row(key, name, batch, mode, ms, spread(found), speed, cost, backends[key]))
                     del runs
     return rows
 
 
-def _spread(found: Sequence[float]) -> float:
+def spread(found: Sequence[float]) -> float:
+    """Milliseconds between the quartiles of rounds."""
     if len(found) < 2:
         return 0.0
     quartiles = statistics.quantiles(found, n=4)

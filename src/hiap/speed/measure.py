@@ -12,11 +12,11 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hiap.budget.deploy import MODES, PRECISIONS
 from hiap.budget.latency import AXES, UNITS, LatencyCost, LatencyError, LatencyTable
@@ -27,12 +27,25 @@ from hiap.pruning.attach import is_gated
 from hiap.speed.clock import Call, device_name, graphed, materialise, precision, timings
 from hiap.speed.inference import compiled, optimize
 
-__all__ = ["measure", "measured", "network_cost", "predicted"]
+__all__ = ["OtherRuntime", "measure", "measured", "network_cost", "predicted"]
 
 CHAIN = 4  # copies of a part in one timed call, one after the other as in a network
 
 
-@torch.inference_mode()
+@dataclass(frozen=True)
+class OtherRuntime:
+    """How a runtime other than torch runs what is measured: each function gets a module and its input, on the CPU.
+
+    Attributes:
+        part: for blocks in a row, from tokens to tokens.
+        network: for a whole model, from images to logits.
+    """
+
+    name: str
+    part: Callable[[nn.Module, Tensor], Call]
+    network: Callable[[nn.Module, Tensor], Call]
+
+
 def measure(
     model: nn.Module,
     device: torch.device,
@@ -43,6 +56,7 @@ def measure(
     name: str = "",
     grid: dict[str, list[int]] | None = None,
     say: Callable[[str], None] = lambda text: None,
+    other: OtherRuntime | None = None,
 ) -> LatencyTable:
     """Time the parts of a model without gates, dense or compact, over a grid of widths. The model is not changed.
 
@@ -54,6 +68,7 @@ def measure(
         mode: one of MODES; by default "graph" with CUDA, else "eager".
         name: of the model, for the record.
         grid: widths of the axes heads, qk_dim, value_dim and neurons; a default for what is not given.
+        other: the runtime to measure in, if it is not torch (`hiap.export.latency_tables.other_runtime`).
 
     Raises:
         LatencyError: a setting is unknown, or cannot be had on the device.
@@ -76,10 +91,10 @@ def measure(
     template, rope = copy.deepcopy(turned.block), family.ropes(model)[found.index(turned)]
     ffn_of = copy.deepcopy(next(site.block for site in found if site.widths.neurons))
     template.norm2, template.mlp, template.ls2, template.glu = ffn_of.norm2, ffn_of.mlp, ffn_of.ls2, is_glu(ffn_of)
-    axes = _grid(whole, unit) | (grid or {})
+    axes = _grid(whole, unit == "mJ" or other is not None) | (grid or {})
     if any(site.qk_norm for site in found):  # which ties the q/k dims of a head together
         axes["qk_dim"] = [whole.qk_dim]
-    with precision(precision_name) as dtype:
+    with precision(precision_name) as dtype, torch.no_grad() if other else torch.inference_mode():
         x = torch.randn(batch, tokens, dim, device=device, dtype=dtype)
 
         def chain(widths: Widths, length: int) -> nn.Module:
@@ -91,7 +106,8 @@ def measure(
             return made.to(dtype).eval()
 
         def branch(widths: Widths) -> float:
-            return clock(functools.partial(chain(widths, CHAIN), x)) / CHAIN
+            parts = chain(widths, CHAIN)
+            return clock(other.part(parts, x) if other else functools.partial(parts, x)) / CHAIN
 
         def gain(widths: Widths) -> float:
             """What compiling saves of a branch that has others before and after it."""
@@ -111,7 +127,7 @@ def measure(
         off = gain(Widths(None, 0, 0, whole.neurons))
         ffn = [_less(branch(Widths(None, 0, 0, neurons)), off) for neurons in axes["neurons"]]
         say(f"FFN: {len(ffn)} points")
-        outside, dense = (network_cost(one, device, dtype, batch, mode, unit) for one in (_hollow(model), model))
+        outside, dense = (network_cost(one, device, dtype, batch, mode, unit, other) for one in (_hollow(model), model))
     return LatencyTable(
         unit=unit,
         device=device_name(device),
@@ -130,17 +146,26 @@ def measure(
         outside=outside,
         dense=dense,
         torch_version=torch.__version__,
+        runtime=other.name if other else "torch",
     )
 
 
 def network_cost(
-    model: nn.Module, device: torch.device, dtype: torch.dtype, batch: int, mode: str, unit: str = "ms"
+    model: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype,
+    batch: int,
+    mode: str,
+    unit: str = "ms",
+    other: OtherRuntime | None = None,
 ) -> float:
     """A forward of a whole network on the clock that tables of a mode and a unit are made with."""
     clock = _clock(unit, device, mode)
     net = copy.deepcopy(model).to(device).eval()
     shape = (batch, *family_of(net).input_shape(net))
     x = torch.randn(shape, device=device, dtype=dtype)
+    if other is not None:
+        return clock(other.network(net, x))
     run: nn.Module = net
     if mode == "compile":
         torch.compiler.reset()
@@ -161,14 +186,19 @@ def predicted(cost: LatencyCost, model: nn.Module) -> dict[str, Any]:
     }
 
 
-def measured(cost: LatencyCost, networks: tuple[nn.Module, nn.Module] | None, device: torch.device) -> dict[str, Any]:
+def measured(
+    cost: LatencyCost,
+    networks: tuple[nn.Module, nn.Module] | None,
+    device: torch.device,
+    other: OtherRuntime | None = None,
+) -> dict[str, Any]:
     """What the clock says of the dense and the compact model, if this is the device of the table."""
     table = cost.table
-    if networks is None or table.device != device_name(device):
+    if networks is None or table.runtime != (other.name if other else "torch") or table.device != device_name(device):
         return {}
     try:
         with precision(table.precision) as dtype:
-            like = (device, dtype, table.batch, table.mode, table.unit)
+            like = (device, dtype, table.batch, table.mode, table.unit, other)
             dense, compact = (network_cost(one, *like) for one in networks)
     except (RuntimeError, ValueError) as error:
         warnings.warn(f"the result is saved, but its time cannot be measured here: {error}", stacklevel=2)
@@ -180,10 +210,9 @@ def _less(cost: float, gain: float) -> float:
     return max(cost - gain, 0.1 * cost)
 
 
-def _grid(widths: Widths, unit: str) -> dict[str, list[int]]:
-    """Widths to measure at. Energy takes half a second a point, so its grid is coarse."""
+def _grid(widths: Widths, coarse: bool) -> dict[str, list[int]]:
+    """Widths to measure at. Energy takes half a second a point, and an export longer: their grids are coarse."""
     heads, neurons = widths.heads or 1, widths.neurons or 1
-    coarse = unit == "mJ"
     return {
         "heads": _steps(heads, 3 if coarse else 8, 1),
         "qk_dim": _steps(widths.qk_dim or 1, 2 if coarse else 4, 8),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,12 +14,14 @@ from hiap.budget.cost import Cost, MacCost, ParamCost
 from hiap.budget.deploy import Deployment
 from hiap.budget.latency import UNITS, LatencyCost, LatencyTable
 from hiap.budget.target import Target
+from hiap.errors import InputError
+from hiap.export.latency_tables import other_runtime
 from hiap.models.registry import widths_of
 from hiap.speed.clock import device_name
-from hiap.speed.measure import measure
+from hiap.speed.measure import measure, measured
 from hiap.training.config import Config, ConfigError
 
-__all__ = ["make_controller", "make_cost", "measure_here"]
+__all__ = ["make_controller", "make_cost", "measure_here", "measured_there"]
 
 
 def make_cost(model: nn.Module, config: Config, table: LatencyTable | None = None) -> Cost:
@@ -48,8 +52,29 @@ def measure_here(model: nn.Module, config: Config, device: torch.device, say: Ca
     assert config.target is not None
     unit = "mJ" if Target.parse(config.target).unit == "mJ" else "ms"
     how = Deployment.parse(config.deploy, device.type == "cuda")
-    say(f"measuring {config.model} on {device_name(device)}: {how.precision}, batch {how.batch}, {how.mode}")
-    return measure(model, device, how.precision, how.batch, unit, how.mode, config.model, say=say)
+    device = device if how.runtime == "torch" else torch.device("cpu")
+    other = other_runtime(how.runtime, device, how.precision, unit)
+    mode = how.mode if other is None else how.runtime
+    say(f"measuring {config.model} on {device_name(device)}: {how.precision}, batch {how.batch}, {mode}")
+    return measure(model, device, how.precision, how.batch, unit, how.mode, config.model, say=say, other=other)
+
+
+def measured_there(
+    cost: LatencyCost, networks: tuple[nn.Module, nn.Module] | None, device: torch.device
+) -> dict[str, Any]:
+    """What the clock says of the dense and the compact model in the runtime of the table, if this is its device."""
+    table = cost.table
+    if table.runtime == "torch":
+        return measured(cost, networks, device)
+    cpu = torch.device("cpu")
+    if table.device != device_name(cpu):
+        return {}
+    try:
+        other = other_runtime(table.runtime, cpu, table.precision, table.unit)
+    except InputError as error:
+        warnings.warn(f"the result is saved, but its time cannot be measured here: {error}", stacklevel=2)
+        return {}
+    return measured(cost, networks, cpu, other)
 
 
 def make_controller(model: nn.Module, config: Config, cost: Cost, steps: int) -> Controller:

@@ -12,8 +12,9 @@ from hiap.budget.latency import LatencyCost
 from hiap.errors import CheckpointError, RunError
 from hiap.pruning.count import macs
 from hiap.pruning.saving import save
-from hiap.speed.measure import measured, predicted
+from hiap.speed.measure import predicted
 from hiap.training.context import Context
+from hiap.training.costs import measured_there
 from hiap.training.phases import Recover
 
 __all__ = ["Result", "finish"]
@@ -61,7 +62,7 @@ def finish(context: Context, phase: Recover, out: Path, rescue: str) -> Result:
     cost = context.parts.cost
     if isinstance(cost, LatencyCost):
         networks = (context.parts.model, model) if context.main else None
-        record.update(predicted(cost, model) | measured(cost, networks, context.device))
+        record.update(predicted(cost, model) | measured_there(cost, networks, context.device))
     if context.folder is not None:
         context.folder.report(record)
     context.accelerator.wait_for_everyone()

@@ -1,0 +1,66 @@
+"""ONNX, run by onnxruntime. The weights are inside the file, unless it would be too large for that."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any, cast
+
+from hiap.errors import InputError
+from hiap.export.formats import INPUT, KEY, OUTPUT, ExportFormat, Opened
+
+__all__ = ["FORMAT"]
+
+OPSET = 18  # old enough for most runtimes
+LARGEST = 1 << 30  # bytes of weights inside a file; a message of protobuf has at most 2 GiB
+
+
+class _Onnx(ExportFormat):
+    name, runtime, suffix = "onnx", "onnxruntime", ".onnx"
+    packages, extra = ("onnx", "onnxscript", "onnxruntime"), "onnx"
+
+    def files(self, target: Path) -> list[Path]:
+        return [target, Path(f"{target}.data")]  # the second for large models only
+
+    def write(self, program: Any, file: Path, about: str, precision: str) -> None:
+        import torch
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the exporter about itself
+            made = torch.onnx.export(
+                program, dynamo=True, opset_version=OPSET, input_names=[INPUT], output_names=[OUTPUT], verbose=False
+            )
+        made = cast(Any, made)
+        made.model.metadata_props[KEY] = about
+        _name_batch(made.model.graph)
+        weights = sum(tensor.nbytes for tensor in program.state_dict.values())
+        made.save(file, external_data=weights > LARGEST)
+
+    def open(self, file: Path, threads: int) -> Opened:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 3  # errors only
+        try:
+            session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # of several classes, all of them its own
+            raise InputError(f"{file} cannot be read by onnxruntime: {error}") from error
+        name = session.get_inputs()[0].name
+        about = session.get_modelmeta().custom_metadata_map.get(KEY)
+        return Opened(lambda images: session.run(None, {name: images})[0], about)
+
+
+def _name_batch(graph: Any) -> None:
+    """Call the dynamic first dimension "batch" wherever it stands; the exporter numbers it."""
+    symbol = graph.inputs[0].shape[0]
+    if isinstance(symbol, int):
+        return
+    values = [*graph.inputs, *(value for node in graph for value in node.outputs)]
+    for value in values:
+        for axis, size in enumerate(value.shape or ()):
+            if size == symbol:
+                value.shape[axis] = "batch"
+
+
+FORMAT = _Onnx()

@@ -1,0 +1,312 @@
+"""Files for other runtimes: each is compared with the model's own forward, read by its own runtime."""
+
+import functools
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+import hiap
+from conftest import make
+from hiap.cli.main import main
+from hiap.export.exporting import export_model, publish
+from hiap.export.formats import FORMATS, SUFFIXES, Opened, find_format
+from hiap.export.latency_tables import other_runtime
+from hiap.export.network import Deployable
+from hiap.export.running import ExportedModel
+
+pytestmark = pytest.mark.slow
+
+NAMES = ["ant", "bee", "cat", "dog", "eel", "fox", "gnu"]
+
+
+def file_of(name: str, folder: Path) -> Path:
+    """A file of a format; the test is skipped where its runtime is missing."""
+    kind = find_format(name)
+    try:
+        kind.check()
+    except hiap.InputError as error:
+        pytest.skip(str(error))
+    return folder / f"model{kind.suffix}"
+
+
+def ragged(**given: Any) -> nn.Module:
+    """Unequal q/k and value widths, a block without attention and one without FFN, and a constant branch."""
+    model = make("deit_distilled", **given).float()
+    dims = {"value_dims": [[3, 5], [], 8], "qk_dims": [[2, 6], [], 4]}
+    compact = hiap.extract(
+        model, hiap.Topology.from_counts(model, heads=[2, None, 3], neurons=[40, 0, None], **dims), 1
+    )
+    compact.class_names = NAMES
+    return compact
+
+
+@pytest.fixture(scope="module")
+def compact() -> nn.Module:
+    return ragged()
+
+
+@pytest.fixture(scope="module")
+def export_as(compact: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The model as a file of a format, written once."""
+
+    @functools.cache
+    def written(name: str) -> Path:
+        file = file_of(name, tmp_path_factory.mktemp(name))
+        export_model(compact, file)
+        return file
+
+    return written
+
+
+@pytest.fixture(params=FORMATS)
+def exported(request: pytest.FixtureRequest, export_as: Callable[[str], Path]) -> Path:
+    """The model as a file of each format."""
+    return export_as(request.param)
+
+
+def open_again(file: Path) -> Opened:
+    return find_format(SUFFIXES[file.suffix]).open(file, 1)
+
+
+@torch.no_grad()
+def agree(model: nn.Module, opened: Opened, count: int, allowed: float = 1e-4) -> bool:
+    images = torch.randn(count, *hiap.models.registry.family_of(model).input_shape(model))
+    expected = hiap.models.family.logits_of(model(images)).numpy()
+    found = opened.run(images.numpy())
+    return found.shape == expected.shape and np.abs(found - expected).max() <= allowed * np.abs(expected).max()
+
+
+def test_a_file_computes_what_the_model_does_for_any_number_of_images(compact: nn.Module, exported: Path) -> None:
+    opened = open_again(exported)
+    assert all(agree(compact, opened, count) for count in (1, 3, 8))
+
+
+def test_a_file_carries_its_preprocessing_and_class_names(exported: Path) -> None:
+    about = json.loads(open_again(exported).about or "")
+    assert (
+        about["size"] == [32, 32] and about["mean"] == [0.485, 0.456, 0.406] and about["std"] == [0.229, 0.224, 0.225]
+    )
+    assert (about["interpolation"], about["crop_pct"], about["crop_mode"]) == ("bicubic", 0.9, "center")
+    assert about["class_names"] == NAMES and about["classes"] == 7 and about["batch"] == "dynamic"
+
+
+def test_the_report_beside_a_file_has_its_difference_size_and_times(exported: Path) -> None:
+    report, about = json.loads(Path(f"{exported}.json").read_text()), json.loads(open_again(exported).about or "")
+    assert {name: report[name] for name in about} == about
+    assert report["difference"].keys() == {"1", "2", "7"} and report["tolerance"] == 1e-4
+    assert max(report["difference"].values()) <= 1e-5
+    files = [file for file in exported.parent.iterdir() if file.suffix != ".json"]
+    assert report["bytes"] == sum(file.stat().st_size for file in files)
+    assert report["ms"].keys() == {find_format(about["format"]).runtime, "torch"} and min(report["ms"].values()) > 0
+
+
+def test_images_of_another_size_are_refused_by_the_runtime(exported: Path) -> None:
+    opened = open_again(exported)
+    with pytest.raises(Exception, match=r"(?s)48.*32|32.*48|== 32"):
+        opened.run(np.zeros((1, 3, 48, 48), np.float32))
+
+
+def test_a_damaged_file_is_refused_in_one_line(exported: Path, tmp_path: Path) -> None:
+    cut = tmp_path / exported.name
+    cut.write_bytes(exported.read_bytes()[:1000])
+    with pytest.raises(hiap.InputError, match="cannot be read by"):
+        open_again(cut)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["augreg", "siglip", "features", "all_tokens", "one_channel", "rectangle"])
+def test_the_network_that_is_exported_computes_what_the_model_does(kind: str) -> None:
+    model = make(kind).float()
+    network = Deployable(model)
+    images = torch.randn(3, *network.shape)
+    assert torch.allclose(network(images), model(images), atol=1e-4 * float(model(images).abs().max()))
+
+
+def test_a_file_is_scored_like_the_folder_it_came_from(
+    exported: Path, compact: nn.Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chance = np.random.default_rng(0)
+    for number in range(56):
+        place = tmp_path / "photos" / ("train", "val")[number % 2] / NAMES[number % 7]
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(chance.integers(0, 255, (40, 36, 3), dtype=np.uint8)).save(place / f"{number}.png")
+    hiap.save(compact, tmp_path / "folder")
+    scores = []
+    for name in (tmp_path / "folder", exported):
+        assert (
+            main(["evaluate", str(name), "--data", str(tmp_path / "photos"), "--workers", "0", "--batch-size", "5"])
+            == 0
+        )
+        scores.append(capsys.readouterr().out)
+    assert scores[0] == scores[1] and scores[0].endswith("28 images\n")
+
+
+@torch.no_grad()
+def test_the_script_of_the_docs_needs_neither_hiap_nor_torch(
+    export_as: Callable[[str], Path], compact: nn.Module, tmp_path: Path
+) -> None:
+    pixels = np.random.default_rng(1).integers(0, 255, (40, 40, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "image.png")
+    page = (Path(__file__).resolve().parents[1] / "docs/export.md").read_text()
+    (script,) = [text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "onnxruntime" in text]
+    script = script.replace("mine.onnx", str(export_as("onnx"))).replace("photos/val/cat/3.png", "image.png")
+    blocked = "import sys\nsys.modules['hiap'] = sys.modules['torch'] = None\n"
+    run = subprocess.run([sys.executable, "-c", blocked + script], cwd=tmp_path, capture_output=True, text=True)
+    inner = Image.fromarray(pixels).resize((32, 32), Image.Resampling.BICUBIC, box=(2, 2, 38, 38))
+    mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+    images = torch.from_numpy((np.asarray(inner) / 255 - mean) / std).float().permute(2, 0, 1)[None]
+    assert (run.stdout, run.stderr) == (f"{NAMES[int(compact(images).argmax())]}\n", "")
+
+
+@pytest.fixture(scope="module")
+def tiny() -> nn.Module:
+    """One block, for tests of everything but the network."""
+    return make("augreg", depth=1).float()
+
+
+def test_a_fixed_batch_and_half_precision(tiny: nn.Module, tmp_path: Path) -> None:
+    report = export_model(tiny, tmp_path / "model.pt2", precision="fp16", batch=4)
+    assert report["difference"].keys() == {"4"} and report["tolerance"] == 2e-2
+    assert 1e-5 < report["difference"]["4"] < 1e-2
+    model = ExportedModel(tmp_path / "model.pt2")
+    images = torch.randn(6, 3, 32, 32)
+    with torch.no_grad():
+        expected = tiny(images)
+    assert model(images).shape == (6, 7)
+    assert float((model(images) - expected).abs().max()) <= 2e-2 * float(expected.abs().max())
+
+
+def test_a_file_that_computes_something_else_is_not_written(
+    tiny: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, usual = find_format("pt2"), find_format("pt2").open
+
+    def off(file: Path, threads: int) -> Opened:
+        opened = usual(file, threads)
+        return Opened(lambda images: opened.run(images) + 0.1, opened.about)
+
+    monkeypatch.setattr(kind, "open", off)
+    with pytest.raises(
+        hiap.ExportError, match=r"with 1 images its logits differ by .* of the largest, allowed 0\.0001"
+    ):
+        export_model(tiny, tmp_path / "model.pt2")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(
+    tiny: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.pt2").write_text("old")
+    (tmp_path / ".model.pt2.writing-killed").mkdir()  # of a process that was killed
+
+    def full(program: Any, file: Path, *rest: Any) -> None:
+        file.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(find_format("pt2"), "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        export_model(tiny, tmp_path / "model.pt2", overwrite=True)
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("model.pt2", "old")]
+
+
+def test_a_kill_between_two_renames_leaves_no_file_beside_parts_of_another(tmp_path: Path) -> None:
+    old, new = tmp_path, tmp_path / "new"
+    new.mkdir()
+    for folder in (old, new):
+        for name in ("model.xml", "model.bin", "model.xml.json"):
+            (folder / name).write_text(folder.name)
+    (new / "model.xml").unlink()  # as if the process ended before it was moved
+    with pytest.raises(FileNotFoundError):
+        publish(new / "model.xml", [new / "model.bin"], new / "model.xml.json", old / "model.xml")
+    assert [file.name for file in old.iterdir() if file.is_file()] == ["model.bin"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-o", "taken.pt2"], "taken.pt2 exists already: name another file, or pass --overwrite to replace it"),
+        (["-o", "taken.xml"], "taken.bin exists already: name another file, or pass --overwrite to replace it"),
+        (["-o", "model.tflite"], "model.tflite does not say its format: name it FILE.onnx, FILE.xml, FILE.pt2"),
+        (["-o", "model.onnx", "--format", "pt2"], "a file of pt2 ends in .pt2; found model.onnx"),
+        (["-o", "nowhere/model.pt2"], "nowhere/model.pt2 cannot be written: there is no folder"),
+        (["-o", "folder.pt2"], "folder.pt2 cannot be written: it is a folder"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_first(
+    tiny: nn.Module,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    hiap.save(hiap.extract(tiny, hiap.Topology.from_counts(tiny, heads=[1])), "model")
+    for name in ("taken.pt2", "taken.bin"):
+        Path(name).touch()
+    Path("folder.pt2").mkdir()
+    assert main(["export", "model", *arguments]) == 1
+    assert message in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "taken.pt2", "taken.bin", "folder.pt2"}
+
+
+def test_a_missing_package_gives_the_line_that_installs_it(
+    tiny: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package, file, extra in (("onnxruntime", "a.onnx", "onnx"), ("openvino", "a.xml", "openvino")):
+        monkeypatch.setitem(sys.modules, package, None)
+        monkeypatch.setattr(find_format(extra), "packages", (package,))
+        with pytest.raises(hiap.InputError, match=rf'{extra} needs the package {package} .*"hiap\[{extra}\]"'):
+            export_model(tiny, tmp_path / file)
+
+
+def test_a_file_of_somebody_else_is_not_scored(tmp_path: Path) -> None:
+    program = torch.export.export(nn.Linear(2, 2), (torch.zeros(1, 2),))
+    torch.export.save(program, tmp_path / "other.pt2")
+    with pytest.raises(hiap.InputError, match="does not say how its images are made ready: write it with hiap export"):
+        ExportedModel(tmp_path / "other.pt2")
+    with pytest.raises(hiap.InputError, match="no such file"):
+        ExportedModel(tmp_path / "none.onnx")
+
+
+def test_runtimes_are_timed_side_by_side(tiny: nn.Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compact = hiap.extract(tiny, hiap.Topology.from_counts(tiny, heads=[1]))
+    hiap.save(compact, tmp_path / "compact")
+    quick = ["--device", "cpu", "--batch-size", "1,3", "--runs", "2", "--warmup", "1"]
+    file = tmp_path / "speed.json"
+    assert main(["bench", str(tmp_path / "compact"), "--runtime", "torch,pt2", "--out", str(file), *quick]) == 0
+    rows = [row for row in json.loads(file.read_text())["rows"] if row["mode"] == "pt2"]
+    assert [(row["network"], row["batch"]) for row in rows] == [(n, b) for b in (1, 3) for n in ("dense", "compact")]
+    assert [row["macs"] for row in rows[:2]] == [hiap.macs(tiny), hiap.macs(compact)]
+    assert all(row["ms"] > 0 for row in rows) and "each in its fastest mode:" in capsys.readouterr().out
+    for wrong, message in (
+        (["--runtime", "tensorrt"], "runtime must be one of torch, onnx, openvino, pt2; found 'tensorrt'"),
+        (["--runtime", "pt2", "--precision", "bf16"], "pt2 has the precisions fp32, fp16; found 'bf16'"),
+    ):
+        assert main(["bench", str(tmp_path / "compact"), *quick, *wrong]) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_a_latency_table_is_measured_in_another_runtime(tiny: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hiap.speed.measure.CHAIN", 1)
+    cpu = torch.device("cpu")
+    grid = {"heads": [3], "qk_dim": [8], "value_dim": [8], "neurons": [96]}
+    other = other_runtime("pt2", cpu, "fp32")
+    assert other is not None and other_runtime("torch", cpu, "bf16") is None
+    table = hiap.measure(tiny, cpu, "fp32", 2, grid=grid, other=other)
+    assert (table.runtime, table.mode, table.batch, table.heads) == ("pt2", "eager", 2, [3])
+    assert min(table.attention[0][0][0], table.ffn[0], table.outside, table.dense) > 0
+    with pytest.raises(hiap.InputError, match=r"^onnx is measured in ms only; found 'mJ'$"):
+        other_runtime("onnx", cpu, "fp32", "mJ")
+    with pytest.raises(hiap.InputError, match="timed on the CPU only, found cuda: pass --device cpu"):
+        other_runtime("onnx", torch.device("cuda"), "fp32")

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 __all__ = [
@@ -23,7 +25,7 @@ __all__ = [
 ]
 
 # What a pruned model is rebuilt from, beside the configuration of its dense model.
-RECORD = ("blocks", "dense", "topology", "round_to", "logit_difference", "tolerance", "skeleton", "pretrained_cfg")
+RECORD = ("blocks", "dense", "topology", "round_to", "logit_difference", "tolerance", "skeleton", "preprocessing")
 # Further fields that hiap.save writes, which are no part of a configuration.
 _SAVED = (
     *("format", "architecture", "family", "versions", "num_classes", "macs", "dense_macs", "params"),
@@ -50,11 +52,23 @@ class _Pruned:
         while _before_use:
             _before_use.pop()()
         saved = {name: kwargs.pop(name, None) for name in _SAVED}
+        before = kwargs.pop("pretrained_cfg", None)  # as folders of earlier versions call it
+        if before:
+            kwargs.setdefault("preprocessing", before)
         super().__post_init__(**kwargs)  # type: ignore[misc]
         config: Any = self
         names = saved["class_names"]
         if names and len(names) == config.num_labels:
             config.id2label, config.label2id = dict(enumerate(names)), {name: i for i, name in enumerate(names)}
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
+        """As Transformers does, and the image processor with it, where it is known and none is there."""
+        from hiap.models.transformers_processor import PROCESSOR, processor_of  # needs torch, as whoever saves
+
+        super().save_pretrained(save_directory, *args, **options)  # type: ignore[misc]
+        processor, file = processor_of(self.to_dict()), Path(save_directory, PROCESSOR)
+        if processor is not None and not file.exists():
+            file.write_text(json.dumps(processor, indent=1) + "\n")
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, and the widths of the layers in the words of Transformers as well."""

@@ -260,6 +260,36 @@ assert torch.equal(model(images).logits, logits)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+def test_a_model_of_an_auto_class_goes_to_another_process(tmp_path: Path) -> None:
+    for case in ("vit", "clip"):  # whose classifier has a configuration of images and texts
+        compact = pruned(case)
+        compact.save_pretrained(tmp_path / case)
+        models = [compact, read(case, tmp_path / case)]
+        torch.save([models, IMAGES, compact(IMAGES).logits], tmp_path / f"{case}.pt")
+    code = """
+import sys, torch
+for file in sys.argv[1:]:
+    models, images, logits = torch.load(file, weights_only=False)
+    assert all(torch.equal(model(images).logits, logits) for model in models)
+"""
+    subprocess.run([sys.executable, "-c", code, *map(str, tmp_path.glob("*.pt"))], check=True, timeout=120)
+
+
+def test_a_registration_that_failed_fails_again_for_the_same_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, fails = pruned("vit").config.to_dict(), [True]
+
+    def register() -> None:
+        if fails:
+            raise hiap.ConfigError("too old")
+
+    monkeypatch.setattr("hiap.models.transformers_configs._before_use", [register])
+    for _ in range(2):
+        with pytest.raises(hiap.ConfigError, match="too old"):
+            transformers.AutoConfig.for_model(**config)
+    fails.clear()
+    assert transformers.AutoConfig.for_model(**config).model_type == "hiap_vit"
+
+
 def test_a_lower_precision_leaves_what_is_no_weight_alone(tmp_path: Path) -> None:
     pruned("dinov3").save_pretrained(tmp_path)
     model = transformers.AutoModel.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()

@@ -22,6 +22,7 @@ __all__ = [
     "pruned_configs",
     "record_of",
     "register_configs",
+    "register_pending",
 ]
 
 # What a pruned model is rebuilt from, beside the configuration of its dense model.
@@ -49,8 +50,7 @@ class _Pruned:
     """What the configuration of a pruned model adds to that of a dense one."""
 
     def __post_init__(self, **kwargs: Any) -> None:
-        while _before_use:
-            _before_use.pop()()
+        register_pending()
         saved = {name: kwargs.pop(name, None) for name in _SAVED}
         before = kwargs.pop("pretrained_cfg", None)  # as folders of earlier versions call it
         if before:
@@ -77,6 +77,21 @@ class _Pruned:
         if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
             return found  # a file that was edited, which is refused once a model is made of it
         return {**found, "per_layer_config": {str(i): _in_words(block) for i, block in enumerate(blocks)}}
+
+
+def register_pending() -> None:
+    """Do what has to be done before the first configuration is made; what failed is tried again next time."""
+    while _before_use:
+        _before_use[-1]()
+        _before_use.pop()
+
+
+def __getattr__(name: str) -> Any:
+    """Make the class that a pickle of another process names."""
+    parent = name.removeprefix("Pruned")
+    if name == parent or parent not in _PARENTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return pruned_config(getattr(importlib.import_module("transformers"), parent))
 
 
 def _in_words(block: Mapping[str, Any]) -> dict[str, Any]:

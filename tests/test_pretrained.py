@@ -147,6 +147,58 @@ def test_pipelines_take_a_folder(tmp_path: Path) -> None:
     assert torch.allclose(torch.tensor(found), compact.vit(x).last_hidden_state, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "size",
+    [
+        {"size": {"height": SIZE, "width": SIZE}},
+        {"size": {"shortest_edge": 20}, "crop_size": {"height": 16, "width": 16}},
+    ],
+)
+def test_a_model_from_a_folder_takes_its_processor_along(size: dict[str, Any], tmp_path: Path) -> None:
+    make("vit").float().save_pretrained(tmp_path / "dense")
+    own = {**size, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+    kind = transformers.CLIPImageProcessor if "crop_size" in size else transformers.ViTImageProcessor
+    kind(**own).save_pretrained(tmp_path / "dense")
+    photo = Image.fromarray(np.random.default_rng(0).integers(0, 255, (20, 30, 3), dtype=np.uint8))
+    dense = trained_model(f"hf:{tmp_path / 'dense'}", None, True, {}).eval()
+    compact: Any = hiap.extract(dense, ragged(dense))
+    compact.save_pretrained(tmp_path / "first")
+    hiap.save(compact, tmp_path / "hiap")
+    hiap.save(hiap.load(tmp_path / "hiap"), tmp_path / "hiap")
+    expected = transformers.AutoImageProcessor.from_pretrained(tmp_path / "dense")(photo, return_tensors="pt")
+    scores = compact(**expected).logits.softmax(-1)[0]
+    for folder in ("first", "hiap"):
+        found = transformers.AutoImageProcessor.from_pretrained(tmp_path / folder)(photo, return_tensors="pt")
+        assert torch.equal(found["pixel_values"], expected["pixel_values"])
+        best = transformers.pipeline("image-classification", model=str(tmp_path / folder))(photo, top_k=1)[0]
+        assert best["score"] == pytest.approx(float(scores.max()), 1e-5)
+
+
+def test_a_folder_of_an_earlier_version_keeps_its_preprocessing(tmp_path: Path) -> None:
+    model = make("vit").float()
+    FAMILY.set_usage(model, {"mean": [0.1] * 3, "std": [0.2] * 3})
+    hiap.save(hiap.extract(model, ragged(model)), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["pretrained_cfg"] = config.pop("preprocessing")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for loaded in (hiap.load(tmp_path), read("vit", tmp_path)):
+        assert FAMILY.preprocessing(loaded).mean == (0.1,) * 3
+        assert "pretrained_cfg" not in loaded.config.to_dict()
+
+
+def test_a_processor_in_the_folder_stays_when_another_model_is_saved_there(tmp_path: Path) -> None:
+    with_own, without = tmp_path / "with_own", tmp_path / "without"
+    transformers.ViTImageProcessor(size={"height": 9, "width": 9}).save_pretrained(with_own)
+    for number in (0.1, 0.2):
+        model = make("vit")
+        FAMILY.set_usage(model, {"mean": [number] * 3, "std": [0.2] * 3})
+        compact = hiap.extract(model, ragged(model))
+        for folder in (with_own, without):
+            hiap.save(compact, folder)
+        assert transformers.AutoImageProcessor.from_pretrained(with_own).size["height"] == 9
+        assert tuple(transformers.AutoImageProcessor.from_pretrained(without).image_mean) == (number,) * 3
+
+
 def test_auto_backbone_knows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compact = pruned("stages")
     compact.save_pretrained(tmp_path)
@@ -206,6 +258,36 @@ model = AutoModelForImageClassification.from_pretrained({str(tmp_path)!r}).eval(
 assert torch.equal(model(images).logits, logits)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_model_of_an_auto_class_goes_to_another_process(tmp_path: Path) -> None:
+    for case in ("vit", "clip"):  # whose classifier has a configuration of images and texts
+        compact = pruned(case)
+        compact.save_pretrained(tmp_path / case)
+        models = [compact, read(case, tmp_path / case)]
+        torch.save([models, IMAGES, compact(IMAGES).logits], tmp_path / f"{case}.pt")
+    code = """
+import sys, torch
+for file in sys.argv[1:]:
+    models, images, logits = torch.load(file, weights_only=False)
+    assert all(torch.equal(model(images).logits, logits) for model in models)
+"""
+    subprocess.run([sys.executable, "-c", code, *map(str, tmp_path.glob("*.pt"))], check=True, timeout=120)
+
+
+def test_a_registration_that_failed_fails_again_for_the_same_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, fails = pruned("vit").config.to_dict(), [True]
+
+    def register() -> None:
+        if fails:
+            raise hiap.ConfigError("too old")
+
+    monkeypatch.setattr("hiap.models.transformers_configs._before_use", [register])
+    for _ in range(2):
+        with pytest.raises(hiap.ConfigError, match="too old"):
+            transformers.AutoConfig.for_model(**config)
+    fails.clear()
+    assert transformers.AutoConfig.for_model(**config).model_type == "hiap_vit"
 
 
 def test_a_lower_precision_leaves_what_is_no_weight_alone(tmp_path: Path) -> None:

@@ -465,6 +465,13 @@ class TestFolder:
         assert FAMILY.preprocessing(loaded) == own
         assert loaded.class_names == list("abcde") == list(loaded.config.id2label.values())
 
+    def test_a_processor_of_images_and_texts_is_read_too(self, tmp_path: Path) -> None:
+        self.saved("clip", tmp_path, image_mean=[0.5] * 3)  # which Transformers passes over as well
+        words = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "size": {"height": 16, "width": 16}}
+        (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": words}))
+        own = FAMILY.preprocessing(trained_model(f"hf:{tmp_path}", None, True, {}))
+        assert (own.mean, own.std, own.crop_mode) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "squash")
+
     def test_without_a_file_preprocessing_is_the_usual_one_of_the_class(self, tmp_path: Path) -> None:
         self.saved("clip", tmp_path)
         own = FAMILY.preprocessing(trained_model(f"hf:{tmp_path}", None, True, {}))

@@ -93,6 +93,7 @@ class Family(ABC):
     """
 
     name: str  # in config.json of saved models
+    usage_key = "pretrained_cfg"  # what config.json calls how a model is used
     casts_buffers = True  # buffers that are in no file are loaded in the dtype of the weights
 
     # -- what must be written ---------------------------------------------------------------------------------------
@@ -224,6 +225,10 @@ class Family(ABC):
 
     def saved_fields(self, model: nn.Module) -> dict[str, Any]:
         """What else config.json says, for other programs to read."""
+        return {}
+
+    def saved_files(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Further JSON files of a saved model by name, for other programs to read; `config` is its config.json."""
         return {}
 
     def note_record(self, model: nn.Module, record: Mapping[str, Any]) -> None:

@@ -51,6 +51,7 @@ from hiap.models.transformers_parts import (
     stem_of,
     width_of,
 )
+from hiap.models.transformers_processor import PROCESSOR, processor_of
 from hiap.models.transformers_recipes import OPTIONS, SHAPES, USAGE, around, check_recipe, made
 from hiap.nn.compact import Block
 from hiap.nn.rotary import Rope
@@ -63,6 +64,7 @@ class TransformersFamily(Family):
     """The ViTs of Hugging Face Transformers, as classifiers or bare."""
 
     name = "transformers"
+    usage_key = "preprocessing"  # Transformers takes a file with pretrained_cfg for one of timm
     casts_buffers = False  # as Transformers itself: rotary frequencies stay in float32
 
     def accepts(self, model: nn.Module) -> bool:
@@ -222,7 +224,7 @@ class TransformersFamily(Family):
             model.config.id2label = dict(enumerate(names))
             model.config.label2id = {name: i for i, name in enumerate(names)}
         if is_pruned(model.config):
-            model.config.pretrained_cfg = dict(usage)
+            model.config.preprocessing = dict(usage)
         super().set_usage(model, {name: value for name, value in usage.items() if name != "label_names"})
 
     def check_usage(self, where: str, usage: Mapping[str, Any]) -> None:
@@ -236,11 +238,15 @@ class TransformersFamily(Family):
         stop_recording(model)
         let_record(model)
         usage = self.usage(model)
-        note_in_config(model, {**record, "pretrained_cfg": usage} if usage else record)
+        note_in_config(model, {**record, self.usage_key: usage} if usage else record)
 
     def saved_fields(self, model: ViT) -> dict[str, Any]:
         config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
         return {**config, "architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
+
+    def saved_files(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        processor = processor_of(config)
+        return {} if processor is None else {PROCESSOR: processor}
 
     def versions(self) -> dict[str, str]:
         return {"transformers": str(library().__version__)}

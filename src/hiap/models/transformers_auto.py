@@ -7,13 +7,14 @@ configuration has. No code comes from the folder.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from hiap.models.transformers_configs import pruned_configs, record_of
+from hiap.models.transformers_configs import pruned_configs, record_of, register_pending
 from hiap.models.transformers_parts import CLASSES, WHOLE_MODELS, library
 from hiap.nn.compact import Constant
 
@@ -64,6 +65,18 @@ def pruned_class(base: Any, config: Any) -> type[Any]:
     made = type(base.__name__, (_Pruned, base), fields)
     globals()[base.__name__] = made  # where pickle looks for it
     return made
+
+
+def __getattr__(name: str) -> Any:
+    """Make the class that a pickle of another process names."""
+    if name in CLASSES or name in WHOLE_MODELS:
+        importlib.import_module(
+            "transformers.models.auto.configuration_auto"
+        )  # after which models wait to be registered
+        register_pending()
+        if name in globals():
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def register_models(restore: Callable[[nn.Module, Mapping[str, Any]], None]) -> None:

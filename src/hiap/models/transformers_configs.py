@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 __all__ = [
@@ -20,10 +22,11 @@ __all__ = [
     "pruned_configs",
     "record_of",
     "register_configs",
+    "register_pending",
 ]
 
 # What a pruned model is rebuilt from, beside the configuration of its dense model.
-RECORD = ("blocks", "dense", "topology", "round_to", "logit_difference", "tolerance", "skeleton", "pretrained_cfg")
+RECORD = ("blocks", "dense", "topology", "round_to", "logit_difference", "tolerance", "skeleton", "preprocessing")
 # Further fields that hiap.save writes, which are no part of a configuration.
 _SAVED = (
     *("format", "architecture", "family", "versions", "num_classes", "macs", "dense_macs", "params"),
@@ -47,14 +50,25 @@ class _Pruned:
     """What the configuration of a pruned model adds to that of a dense one."""
 
     def __post_init__(self, **kwargs: Any) -> None:
-        while _before_use:
-            _before_use.pop()()
+        register_pending()
         saved = {name: kwargs.pop(name, None) for name in _SAVED}
+        before = kwargs.pop("pretrained_cfg", None)  # as folders of earlier versions call it
+        if before:
+            kwargs.setdefault("preprocessing", before)
         super().__post_init__(**kwargs)  # type: ignore[misc]
         config: Any = self
         names = saved["class_names"]
         if names and len(names) == config.num_labels:
             config.id2label, config.label2id = dict(enumerate(names)), {name: i for i, name in enumerate(names)}
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
+        """As Transformers does, and the image processor with it, where it is known and none is there."""
+        from hiap.models.transformers_processor import PROCESSOR, processor_of  # needs torch, as whoever saves
+
+        super().save_pretrained(save_directory, *args, **options)  # type: ignore[misc]
+        processor, file = processor_of(self.to_dict()), Path(save_directory, PROCESSOR)
+        if processor is not None and not file.exists():
+            file.write_text(json.dumps(processor, indent=1) + "\n")
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, and the widths of the layers in the words of Transformers as well."""
@@ -63,6 +77,21 @@ class _Pruned:
         if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
             return found  # a file that was edited, which is refused once a model is made of it
         return {**found, "per_layer_config": {str(i): _in_words(block) for i, block in enumerate(blocks)}}
+
+
+def register_pending() -> None:
+    """Do what has to be done before the first configuration is made; what failed is tried again next time."""
+    while _before_use:
+        _before_use[-1]()
+        _before_use.pop()
+
+
+def __getattr__(name: str) -> Any:
+    """Make the class that a pickle of another process names."""
+    parent = name.removeprefix("Pruned")
+    if name == parent or parent not in _PARENTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return pruned_config(getattr(importlib.import_module("transformers"), parent))
 
 
 def _in_words(block: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -30,6 +27,7 @@ from hiap.models.transformers_parts import (
     stem_of,
     width_of,
 )
+from hiap.models.transformers_processor import read_processor
 from hiap.models.transformers_recipes import around, made, quiet
 
 __all__ = ["PREFIX", "hub_model"]
@@ -52,7 +50,6 @@ _BARE = {  # by the type of the configuration, the class that gives features
     **dict.fromkeys(("clip", "clip_vision_model"), "CLIPVisionModelWithProjection"),
     **dict.fromkeys(("siglip", "siglip_vision_model"), "SiglipVisionModel"),
 }
-_RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
 
 def hub_model(name: str, pretrained: bool, arguments: Mapping[str, Any], features: bool = False) -> nn.Module:
@@ -76,7 +73,8 @@ def hub_model(name: str, pretrained: bool, arguments: Mapping[str, Any], feature
         raise ConfigError(f"{name} takes img_size and num_classes as model_args; found {', '.join(odd)}")
     try:
         config = hf.AutoConfig.from_pretrained(where, trust_remote_code=False)
-        usage = _read_preprocessor(where)
+        file, usage = read_processor(where)
+        FAMILY.check_usage(file, usage)
     except Exception as error:
         raise ConfigError(
             f"{name} cannot be had ({_reason(error)}). Pass hf: and a folder that save_pretrained wrote"
@@ -171,36 +169,6 @@ def _resized(model: ViT, size: ImageSize) -> ViT:
             state[name] = positions.reshape(resized.state_dict()[name].shape)
     resized.load_state_dict(state)
     return resized
-
-
-def _read_preprocessor(where: str) -> dict[str, Any]:
-    """What `preprocessor_config.json` says of mean, std, resampling and crop; nothing where there is none."""
-    file: Any = Path(where) / "preprocessor_config.json"
-    if not Path(where).is_dir():
-        quietly = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
-        file = importlib.import_module("transformers.utils").cached_file(where, "preprocessor_config.json", **quietly)
-    if file is None or not Path(file).is_file():
-        return {}
-    given = json.loads(Path(file).read_text(encoding="utf-8"))
-    usage = {"mean": given.get("image_mean"), "std": given.get("image_std")}
-    usage["interpolation"] = _RESAMPLE.get(given.get("resample"))
-    edge, crop = _edge(given.get("size")), _edge(given.get("crop_size"))
-    if given.get("do_center_crop") and edge and crop:
-        usage |= {"crop_pct": crop / edge, "crop_mode": "center"}
-    elif isinstance(given.get("size"), int) or "height" in (given.get("size") or {}):
-        usage |= {"crop_pct": 1.0, "crop_mode": "squash"}
-    if not given.get("do_normalize", True):
-        usage |= {"mean": [0.0] * 3, "std": [1.0] * 3}
-    usage = {key: value for key, value in usage.items() if value is not None}
-    FAMILY.check_usage(str(file), usage)
-    return usage
-
-
-def _edge(size: Any) -> int | None:
-    """One number for a size that is written as one, or as height and width, or as the shortest edge."""
-    if isinstance(size, dict):
-        size = size.get("shortest_edge") or size.get("height")
-    return size if isinstance(size, int) and size > 0 else None
 
 
 def _reason(error: BaseException) -> str:

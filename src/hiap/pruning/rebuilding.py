@@ -14,7 +14,7 @@ from hiap.nn.compact import Widths
 from hiap.pruning.extract import Provenance, note_provenance, shrink
 from hiap.pruning.topology import Topology
 
-__all__ = ["MALFORMED", "narrow", "read_provenance", "restore"]
+__all__ = ["MALFORMED", "narrow", "read_provenance", "restore", "usage_key"]
 
 # What the values of a file that was edited may raise.
 MALFORMED = (AssertionError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)  # of odd values
@@ -33,10 +33,16 @@ def restore(model: nn.Module, record: Mapping[str, Any]) -> None:
         note_provenance(narrow(model, record), read_provenance(record))
     except MALFORMED as error:
         raise CheckpointError(f"config.json does not describe a pruned {type(model).__name__}: {error}") from error
-    if record.get("pretrained_cfg"):
+    key = usage_key(record)
+    if record.get(key):
         family = family_of(model)
-        family.check_usage("config.json: pretrained_cfg", record["pretrained_cfg"])
-        family.set_usage(model, record["pretrained_cfg"])
+        family.check_usage(f"config.json: {key}", record[key])
+        family.set_usage(model, record[key])
+
+
+def usage_key(record: Mapping[str, Any]) -> str:
+    """What a record calls how the model is used: models of Transformers have had both names."""
+    return "preprocessing" if "preprocessing" in record else "pretrained_cfg"
 
 
 def read_provenance(record: Mapping[str, Any]) -> Provenance:

@@ -31,7 +31,7 @@ from hiap.models.registry import family_named, family_of
 from hiap.pruning.attach import detach, is_gated
 from hiap.pruning.count import macs, macs_of_widths
 from hiap.pruning.extract import note_provenance, probe, provenance_of, shrink
-from hiap.pruning.rebuilding import MALFORMED, narrow, read_provenance
+from hiap.pruning.rebuilding import MALFORMED, narrow, read_provenance, usage_key
 
 __all__ = ["check_savable", "check_target", "digest_tensors", "load", "save"]
 
@@ -39,9 +39,14 @@ FORMAT = 1
 ARCHITECTURE = "hiap_vit"  # that timm finds the model by
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")  # a user may put them there
 DIGEST = "hiap_config_sha256"
 TENSORS_DIGEST = "hiap_tensors_sha256"
-EDITABLE = ("class_names", "pretrained_cfg")  # outside the digest: they describe the use, not the network
+EDITABLE = (
+    "class_names",
+    "pretrained_cfg",
+    "preprocessing",
+)  # outside the digest: they describe the use, not the network
 REQUIRED = ("skeleton", "blocks", "dense", "topology", "round_to", "macs", "logit_difference", "tolerance")
 
 Folder = str | os.PathLike[str]
@@ -84,7 +89,8 @@ def _write(target: Path, config: dict[str, Any], state: dict[str, torch.Tensor])
         metadata = {"format": "pt", DIGEST: _digest(config), TENSORS_DIGEST: digest_tensors(state)}
         safetensors.torch.save_file(state, new / WEIGHTS, metadata)
         _sort_metadata(new / WEIGHTS)
-        (new / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+        for name, content in {CONFIG: _in_bytes(config), **_beside(target, config)}.items():
+            (new / name).write_bytes(content)
         shutil.copymode(new / CONFIG, new / WEIGHTS)  # safetensors shuts everybody else out
         if target.exists():
             target.rename(old)
@@ -98,6 +104,24 @@ def _write(target: Path, config: dict[str, Any], state: dict[str, torch.Tensor])
         for entry in target.parent.iterdir():
             if entry.name.startswith(prefix):  # of a save that was killed
                 shutil.rmtree(entry, ignore_errors=True)
+
+
+def _in_bytes(value: Any) -> bytes:
+    return (json.dumps(value, indent=1) + "\n").encode()
+
+
+def _beside(target: Path, config: dict[str, Any]) -> dict[str, bytes]:
+    """Files for other programs: those of the family, and a processor that the user has put into the folder."""
+    family = family_named(config["family"])
+    files = {name: _in_bytes(value) for name, value in family.saved_files(config).items()}
+    old = _read_config(target) if (target / CONFIG).is_file() else None
+    made = {} if old is None else family_named(old["family"]).saved_files(old)
+    for name in PROCESSORS:
+        if (target / name).is_file():
+            there = (target / name).read_bytes()
+            if name not in made or there != _in_bytes(made[name]):
+                files[name] = there
+    return files
 
 
 def _sort_metadata(file: Path) -> None:
@@ -150,8 +174,8 @@ def load(folder: Folder, device: torch.device | str = "cpu") -> nn.Module:
         raise CheckpointError(f"{path}: {CONFIG} does not describe the weights in {WEIGHTS}: {error}") from error
     if config.get("class_names"):
         model.class_names = list(config["class_names"])  # type: ignore[assignment]
-    if config.get("pretrained_cfg"):
-        family_of(model).set_usage(model, config["pretrained_cfg"])
+    if config.get(usage_key(config)):
+        family_of(model).set_usage(model, config[usage_key(config)])
     return model.to(device).eval()
 
 
@@ -204,7 +228,7 @@ def _describe(model: nn.Module, class_names: Sequence[str] | None) -> dict[str, 
         "logit_difference": provenance.logit_difference,
         "tolerance": provenance.tolerance,
         "class_names": [str(name) for name in names] if names is not None else None,
-        "pretrained_cfg": usage,
+        family.usage_key: usage,
         "skeleton": _as_json("the recipe", family.describe(model, provenance.recipe)),
         "blocks": [asdict(site.widths) for site in family.sites(model)],
         "dense": [asdict(widths) for widths in provenance.dense],
@@ -272,13 +296,14 @@ def check_target(target: Path) -> None:
             f"{target} is or holds the working folder and cannot be replaced; name a folder inside it"
         )
     if target.is_dir():
-        foreign = sorted(entry.name for entry in target.iterdir() if entry.name not in (CONFIG, WEIGHTS))
+        inside = sorted(entry.name for entry in target.iterdir() if entry.name not in PROCESSORS)
+        foreign = [name for name in inside if name not in (CONFIG, WEIGHTS)]
         if foreign:
             raise CheckpointError(
                 f"{target} holds {foreign[0]!r}, which saving would remove; name an empty folder or one that holds "
                 f"only {CONFIG} and {WEIGHTS}"
             )
-        if any(target.iterdir()):
+        if inside:
             _read_config(target)
 
 
@@ -322,12 +347,13 @@ def _check_values(file: Path, config: dict[str, Any]) -> None:
     for name in ("logit_difference", "tolerance"):
         if type(config[name]) not in (int, float):
             raise CheckpointError(f"{file}: {name} must be a number; found {str(config[name])[:40]!r}")
-    names, cfg = config.get("class_names"), config.get("pretrained_cfg")
+    names, key = config.get("class_names"), usage_key(config)
+    usage = config.get(key)
     if names is not None and not (_is_list(names, str) and len(names) == config["num_classes"]):
         raise CheckpointError(f"{file}: class_names must be a list of {config['num_classes']} names, or null")
-    if cfg is not None and not isinstance(cfg, dict):
-        raise CheckpointError(f"{file}: pretrained_cfg must be an object")
-    family_named(config["family"]).check_usage(f"{file}: pretrained_cfg", cfg or {})
+    if usage is not None and not isinstance(usage, dict):
+        raise CheckpointError(f"{file}: {key} must be an object")
+    family_named(config["family"]).check_usage(f"{file}: {key}", usage or {})
 
 
 def _is_list(value: Any, *kinds: type) -> bool:

@@ -196,6 +196,34 @@ def test_a_dense_model_that_has_changed_since_is_not_compared(run: Path, capsys:
     assert "is not the one that was pruned" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "made, given, message",
+    [
+        ({"num_heads": 4}, {"dense_epochs": 1}, "is not the one that was pruned: it came from Python or changed"),
+        ({}, {}, "is not the one that was pruned: it came from Python or changed"),
+        ({}, {"weights": None, "pretrained": False}, "was not kept: its weights were random, or it came from Python"),
+        (None, {}, None),  # the classifier alone is new
+        ({}, {"dense_epochs": 1}, None),  # the weights it was pruned with are in the folder
+    ],
+)
+def test_a_run_with_labels_is_compared_with_no_other_model_than_its_own(
+    made: dict[str, Any] | None,
+    given: dict[str, Any],
+    message: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    save_file(timm.create_model(NAME, **SHAPE, num_classes=7).state_dict(), tmp_path / "dense.safetensors")
+    config = {"model": NAME, "model_args": SHAPE, "weights": str(tmp_path / "dense.safetensors"), "teacher": "none"}
+    config |= {"data": "digits", "target": "60%", "epochs": 1, "mean": [0.5], "std": [0.5], "batch_size": 32}
+    model = None if made is None else timm.create_model(NAME, **{**SHAPE, "num_classes": 10, **made})
+    hiap.prune(hiap.read_config(None, {**config, **given}), tmp_path / "run", data=noise_data(32, 8), model=model)
+    command = ["evaluate", str(tmp_path / "run"), "--data", "digits", "--knn", "--against", "dense"]
+    assert main(command) == (1 if message else 0)
+    said = capsys.readouterr()
+    assert message in said.err if message else "dense     compact" in said.out
+
+
 # -- texts ------------------------------------------------------------------------------------------------------------
 
 

@@ -175,8 +175,7 @@ def _other(options: argparse.Namespace, device: Any) -> dict[str, Any]:
     import hiap
     from hiap.models.registry import family_of
     from hiap.training.config import read_config
-    from hiap.training.run_folder import CONFIG, load_dense
-    from hiap.training.run_folder import DENSE as WEIGHTS
+    from hiap.training.run_folder import CONFIG
     from hiap.training.setup import dense_model
 
     if options.against != "dense":
@@ -189,23 +188,45 @@ def _other(options: argparse.Namespace, device: Any) -> dict[str, Any]:
         )
     config = read_config(runs[0] / CONFIG)
     model, own = dense_model(config), hiap.load(compact)
+    _check_dense(runs[0], config, model, own)
     family = family_of(model)
-    if (runs[0] / WEIGHTS).is_file():  # it was trained first
-        family.set_classes(model, family.classes(own))
-        model.load_state_dict(load_dense(runs[0]))
-    _check_dense(runs[0], model)
     shared = {name: value for name, value in family.usage(own).items() if name in USAGE}
     family.set_usage(model, {**family.usage(model), **shared})  # both see the same images
     return {"dense": model.to(device).eval()}
 
 
-def _check_dense(run: Path, model: Any) -> None:
-    """Refuse a dense model that is not the one that was pruned."""
-    from hiap.pruning.saving import digest_tensors
+def _check_dense(run: Path, config: Any, model: Any, own: Any) -> None:
+    """Load the weights that the run kept of its dense model, and refuse a model that is not the one that was pruned.
 
-    report = run / "report.json"
-    record = json.loads(report.read_text()) if report.is_file() else {}
-    if record.get("objective") == "features" and record["dense_digest"] != digest_tensors(model.state_dict()):
+    Args:
+        model: what the configuration of the run names.
+        own: the compact model of the run.
+    """
+    from hiap.models.registry import family_of
+    from hiap.pruning.extract import provenance_of
+    from hiap.pruning.saving import digest_tensors
+    from hiap.training.inputs import backbone_tensors
+    from hiap.training.run_folder import DENSE as WEIGHTS
+    from hiap.training.run_folder import load_dense
+
+    family, before, after = family_of(model), provenance_of(model), provenance_of(own)
+    kept, report = (run / WEIGHTS).is_file(), run / "report.json"
+    widths = before.dense if before else tuple(site.widths for site in family.sites(model))
+    same = family is family_of(own) and after is not None and widths == after.dense
+    if same and kept:  # it was trained first
+        family.set_classes(model, family.classes(own))
+        try:
+            model.load_state_dict(load_dense(run))
+        except RuntimeError:  # names or shapes of tensors
+            same = False
+    elif same:
+        record = json.loads(report.read_text()) if report.is_file() else {}
+        found = {"backbone_digest": backbone_tensors(model), "dense_digest": model.state_dict()}
+        same = any(record.get(name) == digest_tensors(tensors) for name, tensors in found.items())
+    if same:
+        return
+    if config.trained or kept:
         raise InputError(
             f"the dense model that {run} names is not the one that was pruned: it came from Python or changed"
         )
+    raise InputError(f"the dense model of {run} was not kept: its weights were random, or it came from Python")

@@ -22,7 +22,7 @@ import hiap
 import own_vit
 from conftest import randomise
 from hiap.cli.main import main
-from hiap.data.files import list_images
+from hiap.data.files import list_folder, list_images
 from hiap.errors import ConfigError, InputError
 from hiap.models.family import logits_of
 from hiap.models.registry import family_of
@@ -259,6 +259,30 @@ def test_any_folder_of_images_will_do(tmp_path: Path) -> None:
     pictures(tmp_path / "one", 1)
     with pytest.raises(InputError, match="must hold two images or more, to train and to validate on; found 1"):
         list_images(str(tmp_path / "one"), None)
+
+
+def test_a_folder_called_train_among_classes_is_one_of_them(tmp_path: Path) -> None:
+    for name in ("train", "car", "bus"):
+        pictures(tmp_path / name, 10)
+    assert [len(part) for part in list_images(str(tmp_path), None)] == [27, 3]
+    pictures(tmp_path / "val", 5)
+    with pytest.warns(UserWarning, match="has the folders train and val; left out: bus, car"):
+        assert [len(part) for part in list_images(str(tmp_path), None)] == [10, 5]
+
+
+def test_images_are_held_out_as_with_labels(tmp_path: Path) -> None:
+    """So that `hiap evaluate` scores features on images that they were not learned from."""
+    for name, count in (("Zebra", 30), ("ant", 20), ("bee", 1)):
+        pictures(tmp_path / name, count)
+    _, labelled = list_folder(str(tmp_path), 0.1)
+    pictures(tmp_path, 10)  # in no class
+    train, val = list_images(str(tmp_path), None)
+    inside = [path for path in val.paths if Path(path).parent != tmp_path]
+    assert inside == labelled.paths and len(inside) == 5 and len(val) == 6 and len(train) == 55
+    assert train.class_names == val.class_names == ["unlabelled"] and set(train.labels + val.labels) == {0}
+    for i in range(20):
+        pictures(tmp_path / "deep" / str(i), 1)
+    assert [len(part) for part in list_images(str(tmp_path / "deep"), None)] == [18, 2]  # no folder has two
 
 
 def test_the_command_line_prunes_from_a_flat_folder_and_says_what_was_learned(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import sys
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ EXTENSIONS = (".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")  # of im
 VALIDATION = ("val", "validation", "valid", "test")  # names of the validation part; the first found is taken
 HINT = "without a validation part, pass --val-split 0.1 to take a tenth of the training images"
 UNLABELLED = "unlabelled"  # the one class of images whose labels are not read
+LOOSE = chr(sys.maxunicode)  # the class of images in no folder of their own; it sorts last, so it moves no other class
 SHARE, MOST = 0.1, 5000  # of such images, and how many at most, to validate on where nothing else is said
 Listing = list[tuple[str, str]]  # paths and the names of their classes
 
@@ -93,24 +95,23 @@ def list_images(data: str, share: float | None) -> tuple[Files, Files]:
     """The training and validation images of a folder whose classes, if it has any, do not matter.
 
     It holds images, at any depth; or `train` with images and, to validate on, one of `val`, `validation`, `valid` and
-    `test`.
+    `test`. A folder called `train` among others, none of them for validation, is a class.
 
     Args:
-        share: of the training images, to validate on; by default the validation folder or, where there is none, a
-            tenth (at most 5,000 images).
+        share: of the images of each folder, to validate on; by default the validation folder or, where there is none,
+            a tenth, about 5,000 images at most.
 
     Raises:
         ValueError: there are no two images.
     """
-    folders = {entry.name for entry in os.scandir(data) if entry.is_dir()}
-    parts = [name for name in VALIDATION if name in folders] if "train" in folders else []
-    train = _walk(os.path.join(data, "train") if "train" in folders else data, data, labels=False)
-    if share is None and parts:
-        val = _walk(os.path.join(data, parts[0]), data, labels=False)
-        return Files(train, [UNLABELLED], data), Files(val, [UNLABELLED], data)
-    if len(train) < 2:
-        raise InputError(f"{data} must hold two images or more, to train and to validate on; found {len(train)}")
-    return _parted(train, [UNLABELLED], data, min(SHARE, MOST / len(train)) if share is None else share)
+    folders = {entry.name for entry in os.scandir(data) if entry.is_dir() and not entry.name.startswith(".")}
+    parts = [name for name in VALIDATION if name in folders]
+    split = "train" in folders and (bool(parts) or len(folders) == 1)  # else `train` is a class like the others
+    if split and (others := folders - {"train", *VALIDATION}):
+        warnings.warn(f"{data} has the folders train and {parts[0]}; left out: {named(sorted(others))}", stacklevel=2)
+    train = _walk(os.path.join(data, "train") if split else data, data, labels=False)
+    val = _walk(os.path.join(data, parts[0]), data, labels=False) if split and parts and share is None else []
+    return _unlabelled(train, val, data, data, share)
 
 
 def read_table(data: str, share: float | None) -> tuple[Files, Files]:
@@ -170,6 +171,25 @@ def _parted(train: Listing, class_names: list[str], root: str, share: float) -> 
     return Files(kept, class_names, root), Files(taken, class_names, root)
 
 
+def _unlabelled(train: Listing, val: Listing, data: str, root: str, share: float | None) -> tuple[Files, Files]:
+    """The training and validation images of listings whose classes do not matter.
+
+    What is split off is a share of each class nevertheless, so that `hiap evaluate` finds the same images.
+
+    Args:
+        val: empty where a share of the training images is to be taken; by default a tenth, at most 5,000.
+    """
+    if not val:
+        if len(train) < 2:
+            raise InputError(f"{data} must hold two images or more, to train and to validate on; found {len(train)}")
+        names = [name for _, name in train]
+        names = names if len(set(names)) < len(names) else [UNLABELLED] * len(names)  # no class has two
+        first, second = split_off(names, min(SHARE, MOST / len(train)) if share is None else share)
+        train, val = [train[i] for i in first], [train[i] for i in second]
+    one, other = (Files([(path, UNLABELLED) for path, _ in part], [UNLABELLED], root) for part in (train, val))
+    return one, other
+
+
 def split_off(labels: Sequence[int | str], share: float) -> tuple[list[int], list[int]]:
     """Indices for training and for validation: a share of each class, always the same images.
 
@@ -195,7 +215,9 @@ def split_off(labels: Sequence[int | str], share: float) -> tuple[list[int], lis
 
 
 def _walk(folder: str, root: str, labels: bool = True) -> Listing:
-    """The images below a folder, in timm's order; the name of an image's own folder is its class, if labels are read.
+    """The images below a folder, in timm's order; the name of an image's own folder is its class.
+
+    Images that lie right in the folder itself have no class. They are left out, unless labels do not matter.
 
     Every directory is read once, so that links cannot lead in circles, and under its own name rather than that of a
     link. Only regular files count, since opening another kind might wait for ever. Hidden files and folders do not.
@@ -212,7 +234,7 @@ def _walk(folder: str, root: str, labels: bool = True) -> Listing:
             continue
         seen.add((status.st_dev, status.st_ino))
         before = len(found)
-        label = UNLABELLED if not labels else os.path.basename(place) if place != folder else ""
+        label = os.path.basename(place) if place != folder else "" if labels else LOOSE
         folders = []
         for entry in os.scandir(place):
             try:

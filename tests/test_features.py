@@ -22,7 +22,7 @@ import hiap
 import own_vit
 from conftest import randomise
 from hiap.cli.main import main
-from hiap.data.files import list_folder, list_images
+from hiap.data.files import list_folder, list_images, read_table
 from hiap.errors import ConfigError, InputError
 from hiap.models.family import logits_of
 from hiap.models.registry import family_of
@@ -283,6 +283,27 @@ def test_images_are_held_out_as_with_labels(tmp_path: Path) -> None:
     for i in range(20):
         pictures(tmp_path / "deep" / str(i), 1)
     assert [len(part) for part in list_images(str(tmp_path / "deep"), None)] == [18, 2]  # no folder has two
+
+
+@pytest.mark.parametrize(
+    "lines, sizes",
+    [
+        (["path"] + [f"{i}.png" for i in range(20)], [18, 2]),
+        ([f"{i}.png" for i in range(20)], [18, 2]),
+        (["path,label"] + [f"{i}.png," for i in range(20)], [18, 2]),
+        ([f"{i}.png,{'ab'[i % 2]}" for i in range(20)], [18, 2]),
+        ([f"{i}.png,,{'val' if i < 5 else 'train'}" for i in range(20)], [15, 5]),
+    ],
+)
+def test_a_table_of_images_needs_no_labels(lines: list[str], sizes: list[int], tmp_path: Path) -> None:
+    pictures(tmp_path, 20)
+    table = tmp_path / "images.csv"
+    table.write_text("\n".join(lines))
+    parts = read_table(str(table), None, labels=False)
+    assert [len(part) for part in parts] == sizes and not set(parts[0].paths) & set(parts[1].paths)
+    assert parts[0].class_names == ["unlabelled"]
+    with pytest.raises(InputError):
+        read_table(str(table), None)
 
 
 def test_the_command_line_prunes_from_a_flat_folder_and_says_what_was_learned(

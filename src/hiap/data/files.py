@@ -114,41 +114,47 @@ def list_images(data: str, share: float | None) -> tuple[Files, Files]:
     return _unlabelled(train, val, data, data, share)
 
 
-def read_table(data: str, share: float | None) -> tuple[Files, Files]:
+def read_table(data: str, share: float | None, labels: bool = True) -> tuple[Files, Files]:
     """The training and validation images of a CSV file: path, label and, where it has one, split.
 
     Paths are relative to its folder. A first line `path,label` or `path,label,split` is a header.
 
     Args:
         share: of the training images, to validate on; lines with another split are then not used.
+        labels: whether they matter. If not, they may be empty, `path` may be the only column, and a tenth is taken to
+            validate on where the file has no validation images and no share is given.
 
     Raises:
         ValueError: a line or a file is missing or wrong.
     """
     root = os.path.dirname(os.path.abspath(data))
     parts: dict[str, Listing] = defaultdict(list)
-    width = 0
+    width, widths = 0, (2, 3) if labels else (1, 2, 3)
+    heads = [["path", "label"]] if labels else [["path", "label"], ["path"]]
+    forms = f"{'' if labels else 'path, '}path,label or path,label,split"
     with open(data, newline="", encoding="utf-8-sig") as file:
         rows = csv.reader(file)
         for cells in _cells(rows, data):
-            if not any(cells) or (not width and [cell.lower() for cell in cells[:2]] == ["path", "label"]):
+            if not any(cells) or (not width and [cell.lower() for cell in cells[:2]] in heads):
                 continue
             width = width or len(cells)
-            if len(cells) != width or width not in (2, 3) or not all(cells):
-                raise InputError(
-                    f"line {rows.line_num} of {data} must be path,label or path,label,split; found {cells}"
-                )
+            if len(cells) != width or width not in widths or not all(cells if labels else cells[:1] + cells[2:]):
+                raise InputError(f"line {rows.line_num} of {data} must be {forms}; found {cells}")
             part = cells[2].lower() if width == 3 else "train"
             if part not in ("train", *VALIDATION):
                 raise InputError(f"line {rows.line_num} of {data}: the split must be train or val; found {cells[2]!r}")
-            parts[part].append((os.path.join(root, cells[0]), cells[1]))
+            parts[part].append((os.path.join(root, cells[0]), cells[1] if width > 1 else UNLABELLED))
     train, other = parts["train"], parts["val"] + parts["validation"] + parts["valid"] or parts["test"]
     if not train:
-        raise InputError(f"{data} must list training images, one a line as path,label; found none")
+        raise InputError(
+            f"{data} must list training images, one a line as {'path,label' if labels else 'path'}; found none"
+        )
     missing = [path for path, _ in (*train, *other) if not os.path.isfile(path)]
     if missing:
         told = named([os.path.relpath(path, root) for path in missing])
         raise InputError(f"{len(missing)} files of {data} are missing: {told}; paths are relative to {root}")
+    if not labels:
+        return _unlabelled(train, other if share is None else [], data, root, share)
     class_names = _class_names(train, data)
     if share is not None:
         return _parted(train, class_names, root, share)

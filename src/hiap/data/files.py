@@ -17,7 +17,17 @@ from timm.utils.misc import natural_key
 from hiap.data.images import mix_seed, named
 from hiap.errors import InputError
 
-__all__ = ["Files", "Listing", "folder_parts", "list_folder", "list_images", "read_table", "split_off"]
+__all__ = [
+    "SHARE",
+    "Files",
+    "Listing",
+    "folder_parts",
+    "is_labelled",
+    "list_folder",
+    "list_images",
+    "read_table",
+    "split_off",
+]
 
 EXTENSIONS = (".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")  # of images, besides timm's own
 VALIDATION = ("val", "validation", "valid", "test")  # names of the validation part; the first found is taken
@@ -161,6 +171,17 @@ def read_table(data: str, share: float | None, labels: bool = True) -> tuple[Fil
     if not other:
         raise InputError(f"{data} has no validation images, lines with val as a third column; {HINT}")
     return Files(train, class_names, root), Files(_trained(other, class_names, data), class_names, root)
+
+
+def is_labelled(data: str, share: float | None) -> bool:
+    """Whether a folder or a CSV file can be read with labels."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            (list_folder if os.path.isdir(data) else read_table)(data, share)
+    except (InputError, OSError):
+        return False
+    return True
 
 
 def _cells(rows: Iterable[list[str]], data: str) -> Iterator[list[str]]:

@@ -27,7 +27,7 @@ BATCH, TESTED = 32, 16  # scenes of a batch, and batches that are scored
 def read_photos(folder: Path, size: tuple[int, int], most: int) -> tuple[Tensor, Tensor, int]:
     """Photos as bytes (N, 3, H, W), at most so many, with their labels (N) and the number of classes."""
     found = ImageFolder(folder)
-    chosen = found.samples[:: max(1, len(found) // most)]
+    chosen = found.samples[:: -(-len(found) // most)]
     images = [pictures.pil_to_tensor(pictures.resize(found.loader(path), list(size))) for path, _ in chosen]
     return torch.stack(images), torch.tensor([label for _, label in chosen]), len(found.classes)
 

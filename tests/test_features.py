@@ -22,7 +22,8 @@ import hiap
 import own_vit
 from conftest import randomise
 from hiap.cli.main import main
-from hiap.data.files import list_images
+from hiap.cli.report import evaluation_options
+from hiap.data.files import list_folder, list_images, read_table
 from hiap.errors import ConfigError, InputError
 from hiap.models.family import logits_of
 from hiap.models.registry import family_of
@@ -261,6 +262,51 @@ def test_any_folder_of_images_will_do(tmp_path: Path) -> None:
         list_images(str(tmp_path / "one"), None)
 
 
+def test_a_folder_called_train_among_classes_is_one_of_them(tmp_path: Path) -> None:
+    for name in ("train", "car", "bus"):
+        pictures(tmp_path / name, 10)
+    assert [len(part) for part in list_images(str(tmp_path), None)] == [27, 3]
+    pictures(tmp_path / "val", 5)
+    with pytest.warns(UserWarning, match="has the folders train and val; left out: bus, car"):
+        assert [len(part) for part in list_images(str(tmp_path), None)] == [10, 5]
+
+
+def test_images_are_held_out_as_with_labels(tmp_path: Path) -> None:
+    """So that `hiap evaluate` scores features on images that they were not learned from."""
+    for name, count in (("Zebra", 30), ("ant", 20), ("bee", 1)):
+        pictures(tmp_path / name, count)
+    _, labelled = list_folder(str(tmp_path), 0.1)
+    pictures(tmp_path, 10)  # in no class
+    train, val = list_images(str(tmp_path), None)
+    inside = [path for path in val.paths if Path(path).parent != tmp_path]
+    assert inside == labelled.paths and len(inside) == 5 and len(val) == 6 and len(train) == 55
+    assert train.class_names == val.class_names == ["unlabelled"] and set(train.labels + val.labels) == {0}
+    for i in range(20):
+        pictures(tmp_path / "deep" / str(i), 1)
+    assert [len(part) for part in list_images(str(tmp_path / "deep"), None)] == [18, 2]  # no folder has two
+
+
+@pytest.mark.parametrize(
+    "lines, sizes",
+    [
+        (["path"] + [f"{i}.png" for i in range(20)], [18, 2]),
+        ([f"{i}.png" for i in range(20)], [18, 2]),
+        (["path,label"] + [f"{i}.png," for i in range(20)], [18, 2]),
+        ([f"{i}.png,{'ab'[i % 2]}" for i in range(20)], [18, 2]),
+        ([f"{i}.png,,{'val' if i < 5 else 'train'}" for i in range(20)], [15, 5]),
+    ],
+)
+def test_a_table_of_images_needs_no_labels(lines: list[str], sizes: list[int], tmp_path: Path) -> None:
+    pictures(tmp_path, 20)
+    table = tmp_path / "images.csv"
+    table.write_text("\n".join(lines))
+    parts = read_table(str(table), None, labels=False)
+    assert [len(part) for part in parts] == sizes and not set(parts[0].paths) & set(parts[1].paths)
+    assert parts[0].class_names == ["unlabelled"]
+    with pytest.raises(InputError):
+        read_table(str(table), None)
+
+
 def test_the_command_line_prunes_from_a_flat_folder_and_says_what_was_learned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -273,11 +319,32 @@ def test_the_command_line_prunes_from_a_flat_folder_and_says_what_was_learned(
     said = capsys.readouterr().out
     assert "18 training and 2 validation images, no labels" in said
     assert re.search(r"^feature error +0\.00 % +\d+\.\d\d %  cosine -?\d\.\d{4}$", said, re.MULTILINE)
-    assert f"hiap evaluate {tmp_path / 'run'} --data {tmp_path / 'photos'} --knn" in said
+    assert f"  hiap evaluate {tmp_path / 'run'} --data LABELLED --knn\n" in said
+    assert main(["evaluate", str(tmp_path / "run"), "--data", str(tmp_path / "photos"), "--knn"]) == 1
+    assert f"nearest neighbours need labelled images: {tmp_path / 'photos'} must hold" in capsys.readouterr().err
     record = json.loads((tmp_path / "run/report.json").read_text())
     assert record["objective"] == "features" and {"error", "cosine", "soft_error", "hard_error"} <= record.keys()
     assert main(["info", str(tmp_path / "run")]) == 0
     assert "classes     none: a backbone with 16 features" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "folders, given, words",
+    [
+        ([], {"weights": __file__}, "--data LABELLED --knn --against dense"),
+        (["cat", "dog"], {"weights": __file__}, "--data {data} --val-split 0.1 --knn --against dense"),
+        (["cat", "dog"], {"val_split": 0.3, "pretrained": False}, "--data {data} --val-split 0.3 --knn"),
+        (["train/cat", "train/dog", "val/cat"], {"pretrained": False}, "--data {data} --knn"),
+        ([], {"objective": "labels", "val_split": 0.3}, "--data {data} --val-split 0.3"),
+    ],
+)
+def test_the_next_command_fits_the_images(
+    folders: list[str], given: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    for name in folders or ["."]:
+        pictures(tmp_path / name, 3)
+    config = read_config(None, {**FREE, "data": str(tmp_path), **given})
+    assert evaluation_options(config) == words.format(data=tmp_path)
 
 
 @pytest.mark.slow
@@ -316,10 +383,15 @@ def test_a_segmentation_head_is_trained_on_frozen_features_of_both_backbones(
         ({"tokens_weight": -1.0}, "tokens_weight must be at least 0; found -1.0"),
         ({"tokens_weight": 0.0, "pooled_weight": 0.0}, "pooled_weight must be above 0 where tokens_weight is 0"),
         ({"model_args": {"patch_drop_rate": 0.5}}, "model_args must be without patch_drop_rate"),
+        ({"distill_weight": 0.7}, "distill_weight must be left out with objective features: no logits are learned"),
+        ({"distill_temperature": 2.0}, "distill_temperature must be left out with objective features"),
+        ({"teacher_weights": __file__}, "teacher_weights must be left out with objective features"),
+        ({"objective": "labels", "tokens_weight": 2.0}, "tokens_weight must be left out unless the objective is feat"),
+        ({"objective": "labels", "pooled_weight": 0.0}, "pooled_weight must be left out unless the objective is feat"),
         ({"objective": "tokens"}, "objective must be labels or features; found 'tokens'"),
     ],
 )
-def test_options_that_need_labels_are_refused(options: dict[str, Any], words: str) -> None:
+def test_options_that_mean_nothing_to_the_objective_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)) as refused:
         read_config(None, {**FREE, **options})
     assert str(refused.value).count("\n") == 1  # nothing else is wrong

@@ -63,6 +63,14 @@ def test_a_linear_probe_fits_as_scikit_learn_does() -> None:
     assert top1 == pytest.approx(100 * model.score((val[0] - mean) / std, val[1]), abs=1.3)  # one image of 80
 
 
+def test_of_equally_good_linear_probes_the_one_with_the_strongest_decay_is_taken() -> None:
+    assert linear_probe(clusters(200, 1, 0.01), clusters(80, 2, 0.01)) == (100.0, 1e-2)
+    assert linear_probe(clusters(2, 1, 0.01), clusters(2, 2, 0.01)) == (
+        100.0,
+        1e-2,
+    )  # one image to fit, one to choose by
+
+
 def test_zero_shot_takes_the_text_that_is_nearest() -> None:
     texts = torch.eye(3, 5)
     images = torch.tensor([[2.0, 1, 0, 0, 0], [0, 0, 3, 1, 0], [1, 9, 0, 0, 0], [0, 1, 0, 0, 0]])
@@ -162,7 +170,7 @@ def test_one_model_alone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "holds no classifier, so there is nothing to score but its features: pass --knn or --linear-probe"),
+        ([], "/run holds no classifier, so there is nothing to score but its features: pass --knn or --linear-probe"),
         (["--neighbours", "3"], "--neighbours goes with --knn"),
         (["--prompt", "a {}"], "--prompt goes with --zero-shot"),
         (["--against", "dense"], "--against goes with --knn, --linear-probe or --zero-shot and a folder"),
@@ -180,6 +188,7 @@ def test_what_cannot_be_probed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hiap.training.probes.embed_images", None)  # all of it is found before images are read
     capsys.readouterr()
     assert main(["evaluate", str(run), "--data", "digits", *arguments]) == 1
     assert message in capsys.readouterr().err
@@ -194,6 +203,34 @@ def test_a_dense_model_that_has_changed_since_is_not_compared(run: Path, capsys:
     finally:
         weights.write_bytes(before)
     assert "is not the one that was pruned" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "made, given, message",
+    [
+        ({"num_heads": 4}, {"dense_epochs": 1}, "is not the one that was pruned: it came from Python or changed"),
+        ({}, {}, "is not the one that was pruned: it came from Python or changed"),
+        ({}, {"weights": None, "pretrained": False}, "was not kept: its weights were random, or it came from Python"),
+        (None, {}, None),  # the classifier alone is new
+        ({}, {"dense_epochs": 1}, None),  # the weights it was pruned with are in the folder
+    ],
+)
+def test_a_run_with_labels_is_compared_with_no_other_model_than_its_own(
+    made: dict[str, Any] | None,
+    given: dict[str, Any],
+    message: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    save_file(timm.create_model(NAME, **SHAPE, num_classes=7).state_dict(), tmp_path / "dense.safetensors")
+    config = {"model": NAME, "model_args": SHAPE, "weights": str(tmp_path / "dense.safetensors"), "teacher": "none"}
+    config |= {"data": "digits", "target": "60%", "epochs": 1, "mean": [0.5], "std": [0.5], "batch_size": 32}
+    model = None if made is None else timm.create_model(NAME, **{**SHAPE, "num_classes": 10, **made})
+    hiap.prune(hiap.read_config(None, {**config, **given}), tmp_path / "run", data=noise_data(32, 8), model=model)
+    command = ["evaluate", str(tmp_path / "run"), "--data", "digits", "--knn", "--against", "dense"]
+    assert main(command) == (1 if message else 0)
+    said = capsys.readouterr()
+    assert message in said.err if message else "dense     compact" in said.out
 
 
 # -- texts ------------------------------------------------------------------------------------------------------------
@@ -247,5 +284,7 @@ def test_a_pruned_image_tower_still_meets_the_texts_of_its_model(
     record = json.loads((tmp_path / "out.json").read_text())
     assert record["dense"]["zero_shot"] == pytest.approx(right) and "compact" in record
 
+    braces = class_texts(str(tmp_path / "clip"), ["3", "7"], "{x} of {}", torch.device("cpu"))
+    assert braces.shape == (2, 12)  # other braces are text
     with pytest.raises(InputError, match="gives no texts"):
         class_texts(str(tmp_path / "run/compact"), ["a"], "{}", torch.device("cpu"))

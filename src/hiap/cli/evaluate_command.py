@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
         models = {name: model} if options.against is None else {**_other(options, device), name: model}
         figures = _probed(options, config, models, batch, device)
     else:
-        figures = _classified(config, model, batch, device)
+        figures = _classified(options.folder or config.weights or config.model, config, model, batch, device)
     return _written(options.json, figures)
 
 
@@ -105,8 +105,8 @@ def _written(file: str | None, figures: dict[str, Any]) -> int:
     return 0
 
 
-def _classified(config: Any, model: Any, batch: int, device: Any) -> dict[str, Any]:
-    """Print top-1 and top-5 of the classifier."""
+def _classified(given: str, config: Any, model: Any, batch: int, device: Any) -> dict[str, Any]:
+    """Print top-1 and top-5 of the classifier of a model; `given` is what it was given as, for errors."""
     from hiap.models.registry import family_of
     from hiap.training.evaluate import evaluate
     from hiap.training.setup import load_data
@@ -114,8 +114,7 @@ def _classified(config: Any, model: Any, batch: int, device: Any) -> dict[str, A
     classes = family_of(model).classes(model)
     if classes == 0:
         raise InputError(
-            f"{config.weights or config.model} holds no classifier, so there is nothing to score but its features: "
-            "pass --knn or --linear-probe"
+            f"{given} holds no classifier, so there is nothing to score but its features: pass --knn or --linear-probe"
         )
     config.model_args = {"num_classes": classes}
     data = load_data(config, model, device)
@@ -135,7 +134,7 @@ def _probed(options: Any, config: Any, models: dict[str, Any], batch: int, devic
     from dataclasses import replace
 
     from hiap.training import probes
-    from hiap.training.setup import load_data
+    from hiap.training.features import feature_width
 
     config = replace(config, objective="labels")  # which are read here
     neighbours = options.neighbours or probes.NEIGHBOURS
@@ -143,13 +142,19 @@ def _probed(options: Any, config: Any, models: dict[str, Any], batch: int, devic
     texts: Any = None
     figures: dict[str, Any] = {"neighbours": neighbours, "temperature": probes.TEMPERATURE} if options.knn else {}
     for name, model in models.items():
-        data = load_data(config, model, device)
+        data = _labelled_data(options, config, model, device)
+        if options.zero_shot is not None and texts is None:
+            texts = probes.class_texts(options.zero_shot, data.class_names, options.prompt or PROMPT, device)
+            for width in map(feature_width, models.values()):
+                if texts.shape[1] != width:
+                    raise InputError(
+                        f"the model gives {width} features, the texts of {options.zero_shot} have {texts.shape[1]}: "
+                        "they are of another model"
+                    )
         queries = probes.embed_images(model, data.val(batch))
         figures["images"] = len(queries[1])
         found = scores[name] = {}
         if options.knn or options.linear_probe:
-            if not hasattr(data, "bank"):
-                raise InputError(f"--data {config.data}: its training images cannot be read without augmentation")
             bank = probes.embed_images(model, data.bank(batch))
             figures["bank"] = len(bank[1])
         if options.knn:
@@ -158,20 +163,28 @@ def _probed(options: Any, config: Any, models: dict[str, Any], batch: int, devic
             found["linear_probe"], decay = probes.linear_probe(bank, queries)
             figures.setdefault("weight_decay", {})[name] = decay
         if options.zero_shot is not None:
-            if not data.class_names:
-                raise InputError(
-                    f"--data {config.data}: the names of its classes are not known, which --zero-shot needs"
-                )
-            if texts is None:
-                texts = probes.class_texts(options.zero_shot, data.class_names, options.prompt or PROMPT, device)
-            if texts.shape[1] != queries[0].shape[1]:
-                raise InputError(
-                    f"the model gives {queries[0].shape[1]} features, the texts of {options.zero_shot} have "
-                    f"{texts.shape[1]}: they are of another model"
-                )
             found["zero_shot"] = probes.zero_shot_top1(texts, queries)
     _print(scores, figures)
     return {**figures, **scores}
+
+
+def _labelled_data(options: Any, config: Any, model: Any, device: Any) -> Any:
+    """The data of a configuration as a model sees it; what the probes need of it is there."""
+    from hiap.data.files import SHARE, is_labelled
+    from hiap.training.setup import load_data
+
+    try:
+        data = load_data(config, model, device)
+    except InputError as error:
+        if not Path(config.data).exists() or is_labelled(config.data, config.val_split or SHARE):
+            raise
+        what = "nearest neighbours" if options.knn else "linear probes" if options.linear_probe else "zero-shot scores"
+        raise InputError(f"{what} need labelled images: {error}") from error
+    if (options.knn or options.linear_probe) and not hasattr(data, "bank"):
+        raise InputError(f"--data {config.data}: its training images cannot be read without augmentation")
+    if options.zero_shot is not None and not data.class_names:
+        raise InputError(f"--data {config.data}: the names of its classes are not known, which --zero-shot needs")
+    return data
 
 
 def _print(scores: dict[str, dict[str, float]], figures: dict[str, Any]) -> None:
@@ -192,8 +205,7 @@ def _other(options: argparse.Namespace, device: Any) -> dict[str, Any]:
     import hiap
     from hiap.models.registry import family_of
     from hiap.training.config import read_config
-    from hiap.training.run_folder import CONFIG, load_dense
-    from hiap.training.run_folder import DENSE as WEIGHTS
+    from hiap.training.run_folder import CONFIG
     from hiap.training.setup import dense_model
 
     if options.against != "dense":
@@ -206,23 +218,45 @@ def _other(options: argparse.Namespace, device: Any) -> dict[str, Any]:
         )
     config = read_config(runs[0] / CONFIG)
     model, own = dense_model(config), hiap.load(compact)
+    _check_dense(runs[0], config, model, own)
     family = family_of(model)
-    if (runs[0] / WEIGHTS).is_file():  # it was trained first
-        family.set_classes(model, family.classes(own))
-        model.load_state_dict(load_dense(runs[0]))
-    _check_dense(runs[0], model)
     shared = {name: value for name, value in family.usage(own).items() if name in USAGE}
     family.set_usage(model, {**family.usage(model), **shared})  # both see the same images
     return {"dense": model.to(device).eval()}
 
 
-def _check_dense(run: Path, model: Any) -> None:
-    """Refuse a dense model that is not the one that was pruned."""
-    from hiap.pruning.saving import digest_tensors
+def _check_dense(run: Path, config: Any, model: Any, own: Any) -> None:
+    """Load the weights that the run kept of its dense model, and refuse a model that is not the one that was pruned.
 
-    report = run / "report.json"
-    record = json.loads(report.read_text()) if report.is_file() else {}
-    if record.get("objective") == "features" and record["dense_digest"] != digest_tensors(model.state_dict()):
+    Args:
+        model: what the configuration of the run names.
+        own: the compact model of the run.
+    """
+    from hiap.models.registry import family_of
+    from hiap.pruning.extract import provenance_of
+    from hiap.pruning.saving import digest_tensors
+    from hiap.training.inputs import backbone_tensors
+    from hiap.training.run_folder import DENSE as WEIGHTS
+    from hiap.training.run_folder import load_dense
+
+    family, before, after = family_of(model), provenance_of(model), provenance_of(own)
+    kept, report = (run / WEIGHTS).is_file(), run / "report.json"
+    widths = before.dense if before else tuple(site.widths for site in family.sites(model))
+    same = family is family_of(own) and after is not None and widths == after.dense
+    if same and kept:  # it was trained first
+        family.set_classes(model, family.classes(own))
+        try:
+            model.load_state_dict(load_dense(run))
+        except RuntimeError:  # names or shapes of tensors
+            same = False
+    elif same:
+        record = json.loads(report.read_text()) if report.is_file() else {}
+        found = {"backbone_digest": backbone_tensors(model), "dense_digest": model.state_dict()}
+        same = any(record.get(name) == digest_tensors(tensors) for name, tensors in found.items())
+    if same:
+        return
+    if config.trained or kept:
         raise InputError(
             f"the dense model that {run} names is not the one that was pruned: it came from Python or changed"
         )
+    raise InputError(f"the dense model of {run} was not kept: its weights were random, or it came from Python")

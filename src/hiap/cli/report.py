@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hiap.atomic import write_text
 from hiap.budget.cost import in_words
+from hiap.data.files import SHARE, is_labelled
 from hiap.speed.deployed import Speed, speeds
 from hiap.training.config import Config
 
-__all__ = ["report", "speed_note"]
+__all__ = ["evaluation_options", "report", "speed_note"]
 
 
 def report(result: Any, config: Config) -> None:
@@ -42,13 +45,24 @@ def report(result: Any, config: Config) -> None:
         print(f"kept the best epoch on the validation images, {best['epoch']} of {config.epochs}")
     else:
         print("kept the last epoch; --keep best keeps the best on the validation images")
-    run, source = shlex.quote(str(result.folder.parent)), shlex.quote(config.data or "")
-    given = [(name, getattr(config, name)) for name in ("val_split", "input_key", "target_key")]
-    split = "".join(f" --{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in given if value)
+    run = shlex.quote(str(result.folder.parent))
     print(f"saved in {result.folder}; next:")
     print(f"  hiap info {run}")
-    print(f"  hiap evaluate {run} --data {source}{split}{'' if config.labelled else ' --knn'}")
+    print(f"  hiap evaluate {run} {evaluation_options(config)}")
     print(f"  hiap bench {run}")
+
+
+def evaluation_options(config: Config) -> str:
+    """The options with which `hiap evaluate` scores the model of a run."""
+    data, given = config.data or "", {name: getattr(config, name) for name in ("val_split", "input_key", "target_key")}
+    if not config.labelled and (os.path.isdir(data) or Path(data).suffix.lower() == ".csv"):
+        shares = [share for share in (config.val_split, SHARE) if is_labelled(data, share)]
+        data, given = (data, {"val_split": shares[0]}) if shares else ("LABELLED", {})
+    words = [f"--data {shlex.quote(data)}"]
+    words += [f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in given.items() if value]
+    if not config.labelled:
+        words += ["--knn", *(["--against dense"] if config.trained else [])]
+    return " ".join(words)
 
 
 def speed_note(found: Sequence[Speed]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import sys
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,12 +17,23 @@ from timm.utils.misc import natural_key
 from hiap.data.images import mix_seed, named
 from hiap.errors import InputError
 
-__all__ = ["Files", "Listing", "folder_parts", "list_folder", "list_images", "read_table", "split_off"]
+__all__ = [
+    "SHARE",
+    "Files",
+    "Listing",
+    "folder_parts",
+    "is_labelled",
+    "list_folder",
+    "list_images",
+    "read_table",
+    "split_off",
+]
 
 EXTENSIONS = (".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")  # of images, besides timm's own
 VALIDATION = ("val", "validation", "valid", "test")  # names of the validation part; the first found is taken
 HINT = "without a validation part, pass --val-split 0.1 to take a tenth of the training images"
 UNLABELLED = "unlabelled"  # the one class of images whose labels are not read
+LOOSE = chr(sys.maxunicode)  # the class of images in no folder of their own; it sorts last, so it moves no other class
 SHARE, MOST = 0.1, 5000  # of such images, and how many at most, to validate on where nothing else is said
 Listing = list[tuple[str, str]]  # paths and the names of their classes
 
@@ -93,67 +105,83 @@ def list_images(data: str, share: float | None) -> tuple[Files, Files]:
     """The training and validation images of a folder whose classes, if it has any, do not matter.
 
     It holds images, at any depth; or `train` with images and, to validate on, one of `val`, `validation`, `valid` and
-    `test`.
+    `test`. A folder called `train` among others, none of them for validation, is a class.
 
     Args:
-        share: of the training images, to validate on; by default the validation folder or, where there is none, a
-            tenth (at most 5,000 images).
+        share: of the images of each folder, to validate on; by default the validation folder or, where there is none,
+            a tenth, about 5,000 images at most.
 
     Raises:
         ValueError: there are no two images.
     """
-    folders = {entry.name for entry in os.scandir(data) if entry.is_dir()}
-    parts = [name for name in VALIDATION if name in folders] if "train" in folders else []
-    train = _walk(os.path.join(data, "train") if "train" in folders else data, data, labels=False)
-    if share is None and parts:
-        val = _walk(os.path.join(data, parts[0]), data, labels=False)
-        return Files(train, [UNLABELLED], data), Files(val, [UNLABELLED], data)
-    if len(train) < 2:
-        raise InputError(f"{data} must hold two images or more, to train and to validate on; found {len(train)}")
-    return _parted(train, [UNLABELLED], data, min(SHARE, MOST / len(train)) if share is None else share)
+    folders = {entry.name for entry in os.scandir(data) if entry.is_dir() and not entry.name.startswith(".")}
+    parts = [name for name in VALIDATION if name in folders]
+    split = "train" in folders and (bool(parts) or len(folders) == 1)  # else `train` is a class like the others
+    if split and (others := folders - {"train", *VALIDATION}):
+        warnings.warn(f"{data} has the folders train and {parts[0]}; left out: {named(sorted(others))}", stacklevel=2)
+    train = _walk(os.path.join(data, "train") if split else data, data, labels=False)
+    val = _walk(os.path.join(data, parts[0]), data, labels=False) if split and parts and share is None else []
+    return _unlabelled(train, val, data, data, share)
 
 
-def read_table(data: str, share: float | None) -> tuple[Files, Files]:
+def read_table(data: str, share: float | None, labels: bool = True) -> tuple[Files, Files]:
     """The training and validation images of a CSV file: path, label and, where it has one, split.
 
     Paths are relative to its folder. A first line `path,label` or `path,label,split` is a header.
 
     Args:
         share: of the training images, to validate on; lines with another split are then not used.
+        labels: whether they matter. If not, they may be empty, `path` may be the only column, and a tenth is taken to
+            validate on where the file has no validation images and no share is given.
 
     Raises:
         ValueError: a line or a file is missing or wrong.
     """
     root = os.path.dirname(os.path.abspath(data))
     parts: dict[str, Listing] = defaultdict(list)
-    width = 0
+    width, widths = 0, (2, 3) if labels else (1, 2, 3)
+    heads = [["path", "label"]] if labels else [["path", "label"], ["path"]]
+    forms = f"{'' if labels else 'path, '}path,label or path,label,split"
     with open(data, newline="", encoding="utf-8-sig") as file:
         rows = csv.reader(file)
         for cells in _cells(rows, data):
-            if not any(cells) or (not width and [cell.lower() for cell in cells[:2]] == ["path", "label"]):
+            if not any(cells) or (not width and [cell.lower() for cell in cells[:2]] in heads):
                 continue
             width = width or len(cells)
-            if len(cells) != width or width not in (2, 3) or not all(cells):
-                raise InputError(
-                    f"line {rows.line_num} of {data} must be path,label or path,label,split; found {cells}"
-                )
+            if len(cells) != width or width not in widths or not all(cells if labels else cells[:1] + cells[2:]):
+                raise InputError(f"line {rows.line_num} of {data} must be {forms}; found {cells}")
             part = cells[2].lower() if width == 3 else "train"
             if part not in ("train", *VALIDATION):
                 raise InputError(f"line {rows.line_num} of {data}: the split must be train or val; found {cells[2]!r}")
-            parts[part].append((os.path.join(root, cells[0]), cells[1]))
+            parts[part].append((os.path.join(root, cells[0]), cells[1] if width > 1 else UNLABELLED))
     train, other = parts["train"], parts["val"] + parts["validation"] + parts["valid"] or parts["test"]
     if not train:
-        raise InputError(f"{data} must list training images, one a line as path,label; found none")
+        raise InputError(
+            f"{data} must list training images, one a line as {'path,label' if labels else 'path'}; found none"
+        )
     missing = [path for path, _ in (*train, *other) if not os.path.isfile(path)]
     if missing:
         told = named([os.path.relpath(path, root) for path in missing])
         raise InputError(f"{len(missing)} files of {data} are missing: {told}; paths are relative to {root}")
+    if not labels:
+        return _unlabelled(train, other if share is None else [], data, root, share)
     class_names = _class_names(train, data)
     if share is not None:
         return _parted(train, class_names, root, share)
     if not other:
         raise InputError(f"{data} has no validation images, lines with val as a third column; {HINT}")
     return Files(train, class_names, root), Files(_trained(other, class_names, data), class_names, root)
+
+
+def is_labelled(data: str, share: float | None) -> bool:
+    """Whether a folder or a CSV file can be read with labels."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            (list_folder if os.path.isdir(data) else read_table)(data, share)
+    except (InputError, OSError):
+        return False
+    return True
 
 
 def _cells(rows: Iterable[list[str]], data: str) -> Iterator[list[str]]:
@@ -168,6 +196,25 @@ def _parted(train: Listing, class_names: list[str], root: str, share: float) -> 
     first, second = split_off([name for _, name in train], share)
     kept, taken = ([train[i] for i in chosen] for chosen in (first, second))
     return Files(kept, class_names, root), Files(taken, class_names, root)
+
+
+def _unlabelled(train: Listing, val: Listing, data: str, root: str, share: float | None) -> tuple[Files, Files]:
+    """The training and validation images of listings whose classes do not matter.
+
+    What is split off is a share of each class nevertheless, so that `hiap evaluate` finds the same images.
+
+    Args:
+        val: empty where a share of the training images is to be taken; by default a tenth, at most 5,000.
+    """
+    if not val:
+        if len(train) < 2:
+            raise InputError(f"{data} must hold two images or more, to train and to validate on; found {len(train)}")
+        names = [name for _, name in train]
+        names = names if len(set(names)) < len(names) else [UNLABELLED] * len(names)  # no class has two
+        first, second = split_off(names, min(SHARE, MOST / len(train)) if share is None else share)
+        train, val = [train[i] for i in first], [train[i] for i in second]
+    one, other = (Files([(path, UNLABELLED) for path, _ in part], [UNLABELLED], root) for part in (train, val))
+    return one, other
 
 
 def split_off(labels: Sequence[int | str], share: float) -> tuple[list[int], list[int]]:
@@ -195,7 +242,9 @@ def split_off(labels: Sequence[int | str], share: float) -> tuple[list[int], lis
 
 
 def _walk(folder: str, root: str, labels: bool = True) -> Listing:
-    """The images below a folder, in timm's order; the name of an image's own folder is its class, if labels are read.
+    """The images below a folder, in timm's order; the name of an image's own folder is its class.
+
+    Images that lie right in the folder itself have no class. They are left out, unless labels do not matter.
 
     Every directory is read once, so that links cannot lead in circles, and under its own name rather than that of a
     link. Only regular files count, since opening another kind might wait for ever. Hidden files and folders do not.
@@ -212,7 +261,7 @@ def _walk(folder: str, root: str, labels: bool = True) -> Listing:
             continue
         seen.add((status.st_dev, status.st_ino))
         before = len(found)
-        label = UNLABELLED if not labels else os.path.basename(place) if place != folder else ""
+        label = os.path.basename(place) if place != folder else "" if labels else LOOSE
         folders = []
         for entry in os.scandir(place):
             try:

@@ -81,7 +81,7 @@ def open_data(
             the data has.
         input_key, target_key: columns of a data set of the Hugging Face hub; `image` and `label` by default.
         download: fetch a data set of torchvision that is not there.
-        labels: whether they are read; a folder then needs no folders of classes, and no validation part.
+        labels: whether they are read; if not, a folder or a CSV file needs no classes and no validation part.
     """
     held = (loading.size, loading.normalisation, loading.augmentation, loading.device, loading.seed)
     if (input_key or target_key) and not data.startswith(("hfds/", "hfids/")):
@@ -99,8 +99,10 @@ def open_data(
         return _open_stream(data, loading, hold, classes, val_split, keys)
     if os.path.isdir(data) or Path(data).suffix.lower() == ".csv":
         try:
-            read = read_table if not os.path.isdir(data) else list_folder if labels else list_images
-            sets: Sequence[Any] = read(data, val_split)
+            if not os.path.isdir(data):
+                sets: Sequence[Any] = read_table(data, val_split, labels)
+            else:
+                sets = (list_folder if labels else list_images)(data, val_split)
         except OSError as error:
             raise InputError(f"--data {data!r} cannot be read: {error}") from error
         class_names: list[str] | None = sets[0].class_names

@@ -100,6 +100,11 @@ class Config(Options):
             rules.append((name, "positive", (value := getattr(self, name)) is None or value > 0))
         if self.objective == "features":
             rules += self._feature_rules()
+        else:
+            rules += [
+                (name, "left out unless the objective is features", self._default(name))
+                for name in ("tokens_weight", "pooled_weight")
+            ]
         for name in ("crop", "flip", "erase", "smoothing", "distill_weight", "ema", "min_value_dims", "min_neurons"):
             rules.append((name, share, 0 <= getattr(self, name) <= 1))
         chosen = self.granularities
@@ -162,7 +167,15 @@ class Config(Options):
             ("model_args", f"without patch_drop_rate {alone}: all tokens are compared", self._every_patch),
             ("distill_features", f"left out {alone}: set tokens_weight", self.distill_features is None),
             *((name, f"0 {alone}", getattr(self, name) == 0) for name in ("mixup", "cutmix", "smoothing")),
+            *(
+                (name, f"left out {alone}: no logits are learned", self._default(name))
+                for name in ("distill_weight", "distill_temperature", "teacher_weights")
+            ),
         ]
+
+    def _default(self, name: str) -> bool:
+        """Whether an option has its default."""
+        return bool(getattr(self, name) == getattr(type(self), name))
 
     @property
     def labelled(self) -> bool:

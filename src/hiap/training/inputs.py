@@ -8,13 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
+
 from hiap.budget.latency import LatencyTable
 from hiap.errors import RunError
+from hiap.models.registry import family_of
 from hiap.pruning.saving import digest_tensors
 from hiap.training.context import Context
 from hiap.training.run_folder import checkpoints
 
-__all__ = ["FORMAT", "TABLE", "check_inputs", "course", "inputs_record", "kept_table"]
+__all__ = ["FORMAT", "TABLE", "backbone_tensors", "check_inputs", "course", "inputs_record", "kept_table"]
 
 FORMAT = 2  # of the state of a run
 TABLE = "latency.json"  # in the folder of a run
@@ -30,6 +33,7 @@ def inputs_record(context: Context) -> dict[str, Any]:
         "lr": parts.lr,
         "objective": context.config.objective,
         "dense_digest": digest_tensors(parts.model.state_dict()),
+        "backbone_digest": digest_tensors(backbone_tensors(parts.model)),
     }
     if parts.table is not None:
         record["table_digest"] = hashlib.sha256(repr(parts.table).encode()).hexdigest()
@@ -37,6 +41,13 @@ def inputs_record(context: Context) -> dict[str, Any]:
         if file := getattr(context.config, name):
             record[f"{name}_digest"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     return record
+
+
+def backbone_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a model outside its classifier, which may be a new, random one in every run."""
+    layers = family_of(model).classifier(model)
+    heads = tuple(f"{name}." for name, module in model.named_modules() if any(module is layer for layer in layers))
+    return {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(heads)}
 
 
 def kept_table(out: Path) -> LatencyTable | None:

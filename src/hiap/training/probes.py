@@ -74,21 +74,30 @@ def knn_top1(
 def linear_probe(train: tuple[Tensor, Tensor], val: tuple[Tensor, Tensor]) -> tuple[float, float]:
     """Top-1 in percent of a logistic regression on standardised features, and the weight decay that it chose.
 
-    Of a few strengths of weight decay the one is taken that is best on a fifth of the training images; the regression
-    is then fitted to all of them.
+    Of a few strengths of weight decay the one is taken that is best on a fifth of the training images, and of equally
+    good ones the strongest. The regression is then fitted to all of them.
 
     Args:
         train, val: features (N, D) and labels (N).
     """
-    mean, std = train[0].mean(0), train[0].std(0).clamp(min=1e-6)
-    (x, y), (query, wanted) = (((features - mean) / std, labels) for features, labels in (train, val))
+    (x, y), (query, wanted) = train, val
     classes = int(torch.cat([y, wanted]).max()) + 1
     held = torch.arange(len(y), device=y.device) % HELD_OUT == HELD_OUT - 1
     if not held.any():
         held[-1:] = True
-    scores = {strength: _top1(_fit(x[~held], y[~held], classes, strength), x[held], y[held]) for strength in STRENGTHS}
-    best = max(scores, key=lambda strength: scores[strength])
+    fold, judged = _standardised(x[~held], x[held])
+    scores = {
+        strength: _top1(_fit(fold, y[~held], classes, strength), judged, y[held]) for strength in reversed(STRENGTHS)
+    }
+    best = max(scores, key=lambda strength: scores[strength])  # the first of equals
+    x, query = _standardised(x, query)
     return _top1(_fit(x, y, classes, best), query, wanted), best
+
+
+def _standardised(train: Tensor, val: Tensor) -> tuple[Tensor, Tensor]:
+    """Both by the mean and the standard deviation of the first."""
+    mean, std = train.mean(0), train.std(0, correction=0).clamp(min=1e-6)
+    return (train - mean) / std, (val - mean) / std
 
 
 def _fit(x: Tensor, y: Tensor, classes: int, strength: float) -> nn.Linear:
@@ -132,11 +141,11 @@ def class_texts(folder: str, names: Sequence[str], template: str, device: torch.
         import transformers
     except ImportError as error:
         raise InputError('texts need the package transformers: pip install "hiap[transformers]"') from error
+    texts = [template.replace("{}", name.replace("_", " ")) for name in names]
     try:
         model = transformers.AutoModel.from_pretrained(folder, trust_remote_code=False).to(device).eval()
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         length = model.config.text_config.max_position_embeddings
-        texts = [template.format(name.replace("_", " ")) for name in names]
         given = tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
         used = {name: given[name].to(device) for name in ("input_ids", "attention_mask") if name in given}
         found = model.get_text_features(**used)

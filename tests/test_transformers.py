@@ -25,6 +25,7 @@ from conftest import SHARED, randomise
 from hiap.cli.main import main
 from hiap.models.family import logits_of
 from hiap.models.transformers import FAMILY, EncoderBlock
+from hiap.models.transformers_parts import library
 from hiap.models.weights import trained_model
 from hiap.speed.bench import dense_like
 from runs import noise_data, pruned_twice
@@ -548,6 +549,16 @@ def test_without_the_package_the_command_that_installs_it_is_named(
             match=r'^models of Transformers need the package transformers: pip install "hiap\[transformers\]"$',
         ):
             call()
+
+
+def test_a_package_that_is_broken_is_not_called_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> Any:
+        raise ModuleNotFoundError("No module named 'tokenizers'", name="tokenizers")
+
+    monkeypatch.setattr("hiap.models.transformers_parts.importlib.import_module", broken)
+    message = "^Transformers is installed but cannot be imported: No module named 'tokenizers'$"
+    with pytest.raises(hiap.ConfigError, match=message):
+        library()
 
 
 def test_a_version_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ def _write(target: Path, config: dict[str, Any], state: dict[str, torch.Tensor])
         safetensors.torch.save_file(state, new / WEIGHTS, metadata)
         _sort_metadata(new / WEIGHTS)
         for name, content in {CONFIG: _in_bytes(config), **_beside(target, config)}.items():
-            (new / name).write_bytes(content)
+            (new / name).write_text(content.decode(), encoding="utf-8")
         shutil.copymode(new / CONFIG, new / WEIGHTS)  # safetensors shuts everybody else out
         if target.exists():
             target.rename(old)

@@ -230,6 +230,7 @@ def test_an_edited_configuration_is_refused(tmp_path: Path) -> None:
         ({"blocks": 3}, "does not describe a pruned ViTForImageClassification: 'int' object is not iterable"),
         ({"blocks": [{}, {}, {}]}, "does not describe a pruned ViTForImageClassification: .* missing 4 required"),
         ({"skeleton": "x", "blocks": None}, "does not describe a pruned ViTForImageClassification: 'blocks'"),
+        ({"blocks": None, "dense": None}, "pruned ViTForImageClassification: 'blocks', 'dense' are missing"),
         ({"topology": 3}, "does not describe a pruned ViTForImageClassification"),
     ):
         file.write_text(json.dumps({**config, **entry}))
@@ -288,6 +289,34 @@ def test_a_registration_that_failed_fails_again_for_the_same_reason(monkeypatch:
             transformers.AutoConfig.for_model(**config)
     fails.clear()
     assert transformers.AutoConfig.for_model(**config).model_type == "hiap_vit"
+
+
+def test_an_option_that_blocks_cannot_follow_is_named(tmp_path: Path) -> None:
+    pruned("vit").save_pretrained(tmp_path)
+    with pytest.raises(hiap.UnsupportedModelError, match="blocks do not keep what output_attentions asks for"):
+        transformers.AutoModelForImageClassification.from_pretrained(tmp_path, output_attentions=True)
+
+
+def test_a_model_that_was_in_half_precision_can_be_saved(tmp_path: Path) -> None:
+    compact = pruned("dinov3").bfloat16().float()
+    hiap.save(compact, tmp_path)
+    compact.rope_embeddings.inv_freq = make("dinov3").rope_embeddings.inv_freq  # not rounded, as it is loaded
+    images = IMAGES.float()
+    assert torch.equal(hiap.load(tmp_path)(images).pooler_output, compact(images).pooler_output)  # type: ignore[operator]
+    compact.rope_embeddings.inv_freq = 2 * compact.rope_embeddings.inv_freq
+    with pytest.raises(hiap.CheckpointError, match="has other outputs: some layer was changed"):
+        hiap.save(compact, tmp_path)
+
+
+def test_a_whole_model_with_a_pruned_tower_says_what_saves_and_prunes_it(tmp_path: Path) -> None:
+    model = both("CLIP")
+    hiap.set_tower(model, hiap.extract(model.vision_model, ragged(model.vision_model)))
+    with pytest.raises(hiap.CheckpointError, match=r"save this one with model.save_pretrained, or its tower"):
+        hiap.save(model, tmp_path / "hiap")
+    hiap.save(model.vision_model, tmp_path / "tower")
+    model.save_pretrained(tmp_path / "whole")
+    with pytest.raises(hiap.ConfigError, match=r"it reads texts besides images. Load it with AutoModel, prune its vis"):
+        trained_model(f"hf:{tmp_path / 'whole'}", None, True, {})
 
 
 def test_a_lower_precision_leaves_what_is_no_weight_alone(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from conftest import SHARED, randomise
 from hiap.cli.main import main
 from hiap.models.family import logits_of
 from hiap.models.transformers import FAMILY, EncoderBlock
+from hiap.models.transformers_parts import library
 from hiap.models.weights import trained_model
 from hiap.speed.bench import dense_like
 from runs import noise_data, pruned_twice
@@ -378,7 +379,10 @@ class TestRefused:
 
     def test_another_class(self) -> None:
         model = transformers.ViTForMaskedImageModeling(vit("ViTConfig"))
-        with pytest.raises(hiap.UnsupportedModelError, match="is a ViTForMaskedImageModeling: its class is not among"):
+        with pytest.raises(
+            hiap.UnsupportedModelError,
+            match=r"is a ViTForMaskedImageModeling: its class is not among .* need a family of its own",
+        ):
             hiap.attach(model)
 
     def test_a_layer_that_is_no_plain_linear(self) -> None:
@@ -519,11 +523,13 @@ class TestFolder:
     def test_what_cannot_be_had_is_said(self, tmp_path: Path) -> None:
         self.saved("vit", tmp_path / "hf")
         transformers.BertConfig().save_pretrained(tmp_path / "bert")
+        transformers.Siglip2VisionConfig(**WIDE).save_pretrained(tmp_path / "siglip2")
         (tmp_path / "empty").mkdir()
         for name, arguments, words in (
             ("hf", {"depth": 3}, "takes img_size and num_classes as model_args; found depth"),
             ("hf", {"img_size": 18}, "img_size must be square and a multiple of the 4x4 patch; found 18"),
             ("bert", {}, "is a bert, which cannot be pruned; known: clip, "),
+            ("siglip2", {}, "is a siglip2_vision_model, which cannot be pruned: it takes packed patches"),
             ("empty", {}, "cannot be had .* Pass hf: and a folder that save_pretrained wrote"),
         ):
             with pytest.raises(hiap.ConfigError, match=words):
@@ -543,6 +549,16 @@ def test_without_the_package_the_command_that_installs_it_is_named(
             match=r'^models of Transformers need the package transformers: pip install "hiap\[transformers\]"$',
         ):
             call()
+
+
+def test_a_package_that_is_broken_is_not_called_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> Any:
+        raise ModuleNotFoundError("No module named 'tokenizers'", name="tokenizers")
+
+    monkeypatch.setattr("hiap.models.transformers_parts.importlib.import_module", broken)
+    message = "^Transformers is installed but cannot be imported: No module named 'tokenizers'$"
+    with pytest.raises(hiap.ConfigError, match=message):
+        library()
 
 
 def test_a_version_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,11 @@ _BARE = {  # by the type of the configuration, the class that gives features
     **dict.fromkeys(("clip", "clip_vision_model"), "CLIPVisionModelWithProjection"),
     **dict.fromkeys(("siglip", "siglip_vision_model"), "SiglipVisionModel"),
 }
+_WITH_TEXTS = "Load it with AutoModel, prune its vision_model, and put that back with hiap.set_tower"
+_REFUSED = {
+    "siglip2": "it takes packed patches of images of any shape (NaFlex). A SigLIP 2 of one image size is a siglip",
+    **dict.fromkeys(("hiap_clip", "hiap_siglip"), f"it reads texts besides images. {_WITH_TEXTS}"),
+}
 
 
 def hub_model(name: str, pretrained: bool, arguments: Mapping[str, Any], features: bool = False) -> nn.Module:
@@ -81,6 +86,9 @@ def hub_model(name: str, pretrained: bool, arguments: Mapping[str, Any], feature
         ) from error
     cls = _class_for(config)
     if cls is None:
+        reason = _REFUSED.get(config.model_type.removesuffix("_vision_model"))
+        if reason:
+            raise ConfigError(f"{name} is a {config.model_type}, which cannot be pruned: {reason}")
         known = ", ".join(sorted(_BY_TYPE))
         raise ConfigError(f"{name} is a {config.model_type}, which cannot be pruned; known: {known}")
     try:

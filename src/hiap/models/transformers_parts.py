@@ -106,11 +106,13 @@ def library() -> Any:
     """Transformers.
 
     Raises:
-        ConfigError: it is not installed, or too old.
+        ConfigError: it is not installed, cannot be imported, or is too old.
     """
     try:
         found = importlib.import_module("transformers")
     except ImportError as error:
+        if not isinstance(error, ModuleNotFoundError) or error.name != "transformers":
+            raise ConfigError(f"Transformers is installed but cannot be imported: {error}") from error
         raise ConfigError(f"models of Transformers need the package transformers: {INSTALL}") from error
     if tuple(int(part) for part in found.__version__.split(".")[:2]) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
@@ -130,7 +132,8 @@ def check_class(model: nn.Module) -> None:
     if kind.startswith("Siglip2"):
         needed = "a SigLIP 2 of one image size, which Transformers loads as a SiglipModel"
         refuse("the model", model, "it takes packed patches of images of any shape (NaFlex)", needed)
-    refuse("the model", model, "its class is not among those that are pruned exactly", f"it as {', '.join(CLASSES)}")
+    needed = f"a family of its own (docs/family.md); known classes: {', '.join(CLASSES)}"
+    refuse("the model", model, "its class is not among those that are pruned exactly", needed)
 
 
 def kind_of(model: nn.Module) -> str:

@@ -6,18 +6,21 @@ from collections.abc import Mapping
 from dataclasses import asdict, astuple
 from typing import Any
 
+import torch
 from torch import nn
 
-from hiap.errors import CheckpointError
+from hiap.errors import CheckpointError, ConfigError, UnsupportedModelError
 from hiap.models.registry import family_of, sites
 from hiap.nn.compact import Widths
 from hiap.pruning.extract import Provenance, note_provenance, shrink
 from hiap.pruning.topology import Topology
 
-__all__ = ["MALFORMED", "narrow", "read_provenance", "restore", "usage_key"]
+__all__ = ["MALFORMED", "narrow", "read_provenance", "restore", "usage_key", "with_fresh_tables"]
 
 # What the values of a file that was edited may raise.
 MALFORMED = (AssertionError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)  # of odd values
+
+NEEDED = ("blocks", "dense", "topology", "round_to", "logit_difference", "tolerance", "skeleton")
 
 
 def restore(model: nn.Module, record: Mapping[str, Any]) -> None:
@@ -28,11 +31,18 @@ def restore(model: nn.Module, record: Mapping[str, Any]) -> None:
 
     Raises:
         CheckpointError: the record does not describe a compact form of the model.
+        UnsupportedModelError: the model has an option that blocks cannot follow, such as `output_attentions`.
     """
+    wrong = f"config.json does not describe a pruned {type(model).__name__}"
+    missing = [repr(name) for name in NEEDED if name not in record]
+    if missing:
+        raise CheckpointError(f"{wrong}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
     try:
         note_provenance(narrow(model, record), read_provenance(record))
+    except (ConfigError, UnsupportedModelError):  # not the fault of the record
+        raise
     except MALFORMED as error:
-        raise CheckpointError(f"config.json does not describe a pruned {type(model).__name__}: {error}") from error
+        raise CheckpointError(f"{wrong}: {error}") from error
     key = usage_key(record)
     if record.get(key):
         family = family_of(model)
@@ -78,3 +88,16 @@ def read_widths(entries: Any) -> tuple[Widths, ...]:
         if one.heads and not one.qk_dim * one.value_dim:
             raise CheckpointError(f"heads need q/k and value dims; found {one}")
     return widths
+
+
+def with_fresh_tables(model: nn.Module, rebuilt: nn.Module) -> nn.Module:
+    """Replace computed tables, which are in no file, that a lower precision has rounded: loading computes them anew."""
+    modules, saved = dict(model.named_modules()), rebuilt.state_dict()
+    for name, fresh in rebuilt.named_buffers():
+        home, _, key = name.rpartition(".")
+        table = modules[home]._buffers.get(key)
+        if name in saved or table is None or table.shape != fresh.shape:
+            continue
+        if torch.allclose(table.cpu().double(), fresh.double(), rtol=2**-7, atol=1e-6):  # bfloat16 has 8 bits
+            modules[home]._buffers[key] = fresh.to(table.device)
+    return model

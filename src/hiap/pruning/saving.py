@@ -28,10 +28,11 @@ from torch import nn
 from hiap.errors import CheckpointError
 from hiap.models.family import Family
 from hiap.models.registry import family_named, family_of
+from hiap.models.transformers_configs import is_pruned
 from hiap.pruning.attach import detach, is_gated
 from hiap.pruning.count import macs, macs_of_widths
 from hiap.pruning.extract import note_provenance, probe, provenance_of, shrink
-from hiap.pruning.rebuilding import MALFORMED, narrow, read_provenance, usage_key
+from hiap.pruning.rebuilding import MALFORMED, narrow, read_provenance, usage_key, with_fresh_tables
 
 __all__ = ["check_savable", "check_target", "digest_tensors", "load", "save"]
 
@@ -66,7 +67,10 @@ def save(compact: nn.Module, folder: Folder, class_names: Sequence[str] | None =
     target = Path(folder).resolve()
     check_target(target)
     if is_gated(compact) or provenance_of(compact) is None:
-        raise CheckpointError("only a compact model can be saved; make one with hiap.extract")
+        mend = "make one with hiap.extract"
+        if is_pruned(getattr(compact, "config", None)):  # texts and images, with a pruned tower
+            mend = "save this one with model.save_pretrained, or its tower (model.vision_model) with hiap.save"
+        raise CheckpointError(f"only a compact model can be saved; {mend}")
     config = _describe(compact, class_names)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in compact.state_dict().items()}
     _check_rebuild(compact, config, state)
@@ -90,7 +94,7 @@ def _write(target: Path, config: dict[str, Any], state: dict[str, torch.Tensor])
         safetensors.torch.save_file(state, new / WEIGHTS, metadata)
         _sort_metadata(new / WEIGHTS)
         for name, content in {CONFIG: _in_bytes(config), **_beside(target, config)}.items():
-            (new / name).write_bytes(content)
+            (new / name).write_text(content.decode(), encoding="utf-8")
         shutil.copymode(new / CONFIG, new / WEIGHTS)  # safetensors shuts everybody else out
         if target.exists():
             target.rename(old)
@@ -161,6 +165,7 @@ def load(folder: Folder, device: torch.device | str = "cpu") -> nn.Module:
 
     Raises:
         CheckpointError: the folder is missing, damaged, edited, of an unknown format, or not a compact model.
+        ConfigError: it is a model of Transformers, which is not installed or too old.
     """
     path, device = Path(folder), torch.device(device)
     config = _read_config(path)
@@ -281,7 +286,8 @@ def _check_rebuild(model: nn.Module, config: dict[str, Any], state: dict[str, to
         raise CheckpointError(f"{CHANGED}: {error}") from error
     if not all(bool(tensor.isfinite().all()) for tensor in state.values()):
         raise CheckpointError("some weights are not finite: the run that trained them has diverged")
-    pair = (one.to(like.device, like.dtype) for one in (copy.deepcopy(model), rebuilt))  # tables of positions as well
+    own = with_fresh_tables(copy.deepcopy(model), rebuilt)
+    pair = (one.to(like.device, like.dtype) for one in (own, rebuilt))  # tables of positions as well
     outputs = zip(*(probe(one, like.dtype) for one in pair), strict=True)
     if not all(torch.equal(a, b) for a, b in outputs):
         raise CheckpointError("the model rebuilt from its recipe has other outputs: some layer was changed")

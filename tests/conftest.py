@@ -108,6 +108,13 @@ def images(model: VisionTransformer, count: int = 2, seed: int = 2) -> torch.Ten
     return torch.randn(count, channels, *model.patch_embed.img_size, generator=generator, dtype=torch.float64).to(like)
 
 
+def pictures(folder: Path, count: int, colour: tuple[int, int, int] = (0, 0, 0)) -> None:
+    """A folder of plain pictures, no two of them alike."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(count):
+        Image.new("RGB", (8, 8), tuple(part + i for part in colour)).save(folder / f"{i}.png")
+
+
 def write_photos(root: Path) -> str:
     """An image folder with grey, palette and transparent pictures among ordinary ones; returns the name for --data."""
     chance = np.random.default_rng(0)

@@ -180,6 +180,7 @@ def test_one_pass_is_for_streams_that_its_tiles_fill(kernels: ModuleType, stream
 
 def test_of_all_forms_the_fastest_right_one_is_kept(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "_FASTEST", {})
+    monkeypatch.setattr(fused, "THREADS", 1)  # the interpreter knows one
     monkeypatch.setattr(fused, "LINEAR", ((16, 16, 16, 1, 4), (7, 16, 16, 1, 4)))  # no tile has 7 rows
     monkeypatch.setattr(fused, "ATTEND", ((16, 2),))
     monkeypatch.setattr(fused, "FFN", ((16, 32, 1, 4),))

@@ -17,7 +17,7 @@ import timm
 import torch
 
 import hiap
-from hiap.budget.deploy import MODES, PRECISIONS
+from hiap.budget.deploy import MODES
 from hiap.budget.latency import LatencyCost, LatencyTable
 from hiap.models.registry import widths_of
 from hiap.speed.clock import device_name, precision
@@ -71,10 +71,9 @@ def main() -> None:
     for i in range(options.topologies):
         compact = hiap.extract(model, random_topology(model, chance))
         predicted = cost.of_widths(compact, widths_of(compact))
-        with precision(options.dtype):
-            rows.append(
-                (str(i), predicted, network_cost(compact, device, PRECISIONS[options.dtype], options.batch, table.mode))
-            )
+        with precision(options.dtype) as dtype:
+            how = (device, dtype, options.batch, table.mode, "ms", None, table.kernels)
+            rows.append((str(i), predicted, network_cost(compact, *how)))
     print("topology  predicted  measured   error")
     for name, predicted, measured in rows:
         print(f"{name:8} {predicted:10.3f} {measured:9.3f} {predicted / measured - 1:+7.1%}")

@@ -17,9 +17,10 @@ from hiap.budget.allocate import Allocation, Floors
 from hiap.budget.controller import BudgetError, Controller, Target
 from hiap.budget.latency import LatencyCost, LatencyError, LatencyTable
 from hiap.cli.main import main
-from hiap.models.registry import sites
+from hiap.models.registry import sites, widths_of
 from hiap.nn.compact import Widths
 from hiap.pruning.attach import gates_by_block
+from hiap.speed.calibration import calibrate
 from hiap.speed.clock import device_name
 from hiap.speed.measure import measure, network_cost
 from hiap.training.config import ConfigError, read_config
@@ -93,6 +94,39 @@ def test_the_cost_of_counts_is_that_of_widths_and_differentiable() -> None:
     assert all(g is not None and bool((g >= 0).all()) for g in gradients) and sum(g.sum() for g in gradients) > 0
 
 
+def test_the_last_block_and_padded_neurons_cost_what_they_run_as() -> None:
+    whole = synthetic()
+    last = {"last_attention": (0.1 * torch.tensor(whole.attention)).tolist(), "last_ffn": [0.1, 0.2, 0.3]}
+    model = hiap.attach(make(**MODEL), ALL)
+    cost = LatencyCost(model, replace(whole, neuron_step=64, **last))
+    widths = [Widths(2, 2, 2, 65), Widths(1, 8, 8, 8), Widths(4, 8, 8, 64), Widths(2, 2, 2, 65)]
+    padded = [1.08 + 2.28, 1.16 + 1.64, 1.64 + 1.64, 0.108 + 0.3]
+    assert cost.of_widths(model, widths) == pytest.approx(0.5 + sum(padded))
+    counts = hiap.Counts(
+        *(torch.tensor(row, dtype=torch.float64) for row in ([4.0] * 4, [32.0] * 4, [32.0] * 4, [128.0] * 4))
+    )
+    assert cost.total(counts).item() == pytest.approx(cost.of_widths(model, [Widths(4, 8, 8, 128)] * 4))
+
+
+def test_a_table_is_calibrated_on_whole_networks() -> None:
+    model, table = make(**MODEL), synthetic()
+    cost, seen = LatencyCost(model, table), []
+
+    def clock(network: torch.nn.Module) -> float:
+        """A branch among others takes 0.25 more."""
+        widths = widths_of(network)
+        seen.append(widths)
+        return cost.of_widths(network, widths) + 0.25 * sum(bool(w.heads) + bool(w.neurons) for w in widths)
+
+    found = LatencyCost(model, calibrate(replace(table, dense=clock(model)), model, clock))
+    assert len(seen) == 5 and len({tuple(widths) for widths in seen}) == 5
+    for widths in seen:
+        whole = cost.of_widths(model, widths) + 0.25 * sum(bool(w.heads) + bool(w.neurons) for w in widths)
+        assert found.of_widths(model, widths) == pytest.approx(whole)
+    least = calibrate(replace(table, dense=1e-3), model, lambda network: 1e-3).ffn  # never nothing
+    assert least[:2] == pytest.approx([0.108, 0.164])
+
+
 @pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 10**6))
@@ -153,6 +187,13 @@ def test_tables_travel_as_json(tmp_path: Path) -> None:
         ({"attention": {"a": 1}}, "attention: costs must be numbers"),
         ({"attention": []}, r"attention must be \[3, 2, 3\] numbers; found \[0\]"),
         ({"extra": 1}, "'extra' is no field of a table"),
+        ({"kernels": "yes"}, "kernels must be true or false; found 'yes'"),
+        ({"neuron_step": 0}, "neuron_step must be at least 1"),
+        ({"last_ffn": [1.0, 2.0, 3.0]}, "last_attention and last_ffn must be given together"),
+        (
+            {"last_attention": 1.0, "last_ffn": [1.0, 2.0, 3.0]},
+            r"last_attention must be \[3, 2, 3\] numbers; found \[\]",
+        ),
     ],
 )
 def test_wrong_tables_are_refused(change: dict, message: str, tmp_path: Path) -> None:

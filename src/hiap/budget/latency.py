@@ -22,7 +22,7 @@ from hiap.budget.cost import Cost
 from hiap.budget.deploy import MODES, PRECISIONS, RUNTIMES
 from hiap.errors import LatencyError
 from hiap.models.family import Site
-from hiap.models.registry import family_of, widths_of
+from hiap.models.registry import family_of, sites
 from hiap.nn.compact import Widths
 from hiap.pruning.count import Counts
 
@@ -49,6 +49,9 @@ class LatencyTable:
         heads, qk_dim, value_dim, neurons: the grid.
         attention: cost of a branch by heads, q/k dims and value dims; `ffn` by neurons; `outside` of all else.
         dense: the whole dense network, measured.
+        last_attention, last_ffn: the same of the last block, where it computes only the tokens that the head reads.
+        neuron_step: neurons run in multiples of it.
+        kernels: networks run on fused kernels.
     """
 
     unit: str
@@ -69,6 +72,10 @@ class LatencyTable:
     dense: float
     torch_version: str = ""
     runtime: str = "torch"  # one of RUNTIMES
+    last_attention: list[list[list[float]]] | None = None
+    last_ffn: list[float] | None = None
+    neuron_step: int = 1
+    kernels: bool = False
 
     def check(self) -> None:
         """Raise a LatencyError with everything that is wrong with the table itself."""
@@ -81,7 +88,11 @@ class LatencyTable:
                 wrong.append(f"{name} must be text; found {self._shown(name)}")
         if self.device == "":
             wrong.append("device must be named")
-        for name in ("batch", "dim", "tokens"):
+        if type(self.kernels) is not bool:
+            wrong.append(f"kernels must be true or false; found {self._shown('kernels')}")
+        if (self.last_attention is None) != (self.last_ffn is None):
+            wrong.append("last_attention and last_ffn must be given together")
+        for name in ("batch", "dim", "tokens", "neuron_step"):
             if type(getattr(self, name)) is not int:
                 wrong.append(f"{name} must be a whole number; found {self._shown(name)}")
             elif not 1 <= getattr(self, name) <= WIDEST:
@@ -90,8 +101,9 @@ class LatencyTable:
         wrong += [f"{name} must be rising widths from 1; found {self._shown(name)}" for name in axes]
         if not axes:
             shape = (len(self.heads), len(self.qk_dim), len(self.value_dim))
-            wrong += self._wrong_costs("attention", shape, f"{list(shape)} numbers")
-            wrong += self._wrong_costs("ffn", (len(self.neurons),), f"{len(self.neurons)} numbers")
+            for last in ("", "last_") if self.last_attention is not None and self.last_ffn is not None else ("",):
+                wrong += self._wrong_costs(f"{last}attention", shape, f"{list(shape)} numbers")
+                wrong += self._wrong_costs(f"{last}ffn", (len(self.neurons),), f"{len(self.neurons)} numbers")
         wrong += [one for name in ("outside", "dense") for one in self._wrong_costs(name, (), "one number")]
         if wrong:
             raise LatencyError("the table is wrong:\n  " + "\n  ".join(wrong))
@@ -197,16 +209,16 @@ class LatencyCost(Cost):
         _check_fit(model, table, device, precision)
         self.table, self.unit = table, table.unit
         self.outside = self.fixed = table.outside
-        attention = _rising(torch.tensor(table.attention, dtype=torch.float64))
-        gone = torch.zeros(1, *attention.shape[1:], dtype=torch.float64)
-        self._attention = torch.cat([gone, attention])
-        ffn = _rising(torch.tensor(table.ffn, dtype=torch.float64))
-        self._ffn = torch.cat([torch.zeros(1, dtype=torch.float64), ffn])
+        self._inner = (_from_zero(table.attention), _from_zero(table.ffn))
+        self._last = self._inner
+        if table.last_attention is not None and table.last_ffn is not None:
+            self._last = (_from_zero(table.last_attention), _from_zero(table.last_ffn))
         self._axes = [_axis([0, *table.heads]), _axis(table.qk_dim), _axis(table.value_dim)]
         self._neurons = [_axis([0, *table.neurons])]
-        self._known: dict[tuple[int, ...], float] = {}
-        widths = widths_of(model)
-        self.dense = sum(self._branches(one) for one in widths)
+        self._known: dict[tuple[bool | int, ...], float] = {}
+        found = sites(model)
+        self._last_name = found[-1].name
+        self.dense = sum(self.block(site, site.widths) for site in found)
 
     @classmethod
     def load(
@@ -220,39 +232,47 @@ class LatencyCost(Cost):
         return cls(model, LatencyTable.load(path), device, precision)
 
     def block(self, site: Site, widths: Widths) -> float:
-        return self._branches(widths)
-
-    def _branches(self, widths: Widths) -> float:
         """Cost of a block; below the grid a branch costs what it does at its edge."""
-        total = 0.0
+        last, table, total = site.name == self._last_name, self.table, 0.0
         if widths.heads:
-            total += self._at(max(widths.heads, self.table.heads[0]), widths.qk_dim, widths.value_dim)
+            total += self._at(last, max(widths.heads, table.heads[0]), widths.qk_dim, widths.value_dim)
         if widths.neurons:
-            total += self._at(max(widths.neurons, self.table.neurons[0]))
+            run = -(-widths.neurons // table.neuron_step) * table.neuron_step
+            total += self._at(last, max(run, table.neurons[0]))
         return total
 
-    def _at(self, *widths: int) -> float:
-        if widths not in self._known:
-            values, axes = (self._ffn, self._neurons) if len(widths) == 1 else (self._attention, self._axes)
-            self._known[widths] = float(interpolate(values, axes, torch.tensor(widths, dtype=torch.float64).unbind()))
-        return self._known[widths]
+    def _at(self, last: bool, *widths: int) -> float:
+        key = (last, *widths)
+        if key not in self._known:
+            attention, ffn = self._last if last else self._inner
+            values, axes = (ffn, self._neurons) if len(widths) == 1 else (attention, self._axes)
+            self._known[key] = float(interpolate(values, axes, torch.tensor(widths, dtype=torch.float64).unbind()))
+        return self._known[key]
 
     def macro(self, counts: Counts) -> Tensor:
         """Cost of the open heads were their value dims as few as the grid has."""
-        return torch.stack([self._heads(*row, least=True) for row in _rows(counts)]).sum()
+        rows = self._blocks(counts)
+        return torch.stack([self._heads(costs, h, v, q, least=True) for (costs, _), h, v, q, _ in rows]).sum()
 
     def micro(self, counts: Counts) -> Tensor:
         """Cost of their value dims beyond that, and of neurons."""
-        dims = [self._heads(*row) - self._heads(*row, least=True) for row in _rows(counts)]
-        ffn = [interpolate(self._ffn.to(n), [axis.to(n) for axis in self._neurons], [n]) for n in counts.neurons]
-        return torch.stack(dims).sum() + torch.stack(ffn).sum()
+        found = []
+        for (attention, ffn), h, v, q, n in self._blocks(counts):
+            found.append(self._heads(attention, h, v, q) - self._heads(attention, h, v, q, least=True))
+            found.append(interpolate(ffn.to(n), [axis.to(n) for axis in self._neurons], [n]))
+        return torch.stack(found).sum()
 
-    def _heads(self, heads: Tensor, values: Tensor, queries: Tensor, least: bool = False) -> Tensor:
+    def _blocks(self, counts: Counts) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor, Tensor, Tensor, Tensor]]:
+        """For each block its costs (attention and FFN), heads, value dims, q/k dims and neurons."""
+        costs = [self._inner] * (len(counts.heads) - 1) + [self._last]
+        return zip(costs, counts.heads, counts.value_dims, counts.qk_dims, counts.neurons, strict=True)
+
+    def _heads(self, costs: Tensor, heads: Tensor, values: Tensor, queries: Tensor, least: bool = False) -> Tensor:
         """Cost of a branch with these expected heads and dims in all."""
         axes = [axis.to(heads) for axis in self._axes]
         several = heads.clamp(min=torch.finfo(heads.dtype).tiny)
         value_dim = axes[2][0] if least else values / several
-        return interpolate(self._attention.to(heads), axes, [heads, queries / several, value_dim])
+        return interpolate(costs.to(heads), axes, [heads, queries / several, value_dim])
 
 
 def _check_fit(model: nn.Module, table: LatencyTable, device: str | None, precision: str | None) -> None:
@@ -294,13 +314,9 @@ def _axis(widths: Sequence[int]) -> Tensor:
     return torch.tensor([float(width) for width in widths], dtype=torch.float64)
 
 
-def _rising(values: Tensor) -> Tensor:
-    """The values, made to rise along every axis: a width costs no more than a greater one it could be padded to."""
+def _from_zero(costs: Any) -> Tensor:
+    """Costs, made to rise along every axis, and 0 before the first: a width costs no more than a greater one."""
+    values = torch.tensor(costs, dtype=torch.float64)
     for dim in range(values.ndim):
         values = values.flip(dim).cummin(dim).values.flip(dim)
-    return values
-
-
-def _rows(counts: Counts) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Heads, value dims and q/k dims of each block."""
-    return list(zip(counts.heads, counts.value_dims, counts.qk_dims, strict=True))
+    return torch.cat([torch.zeros_like(values[:1]), values])

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from hiap.speed.bench import bench
+from hiap.speed.clock import DTYPES
+from hiap.speed.fused import hindrance
 
 __all__ = ["Speed", "read_speeds", "speeds"]
-
-OPTIMISED = ", optimised"  # how `bench` names the optimised form of a network
 
 
 @dataclass(frozen=True)
@@ -44,26 +44,28 @@ def speeds(
 ) -> list[Speed]:
     """Time both networks as they are and optimised, in every mode of the device; the fastest counts.
 
-    On CUDA: bf16, 1 and 256 images, with and without CUDA graphs and compiling. On a CPU: fp32, 1 and 32 images.
+    On CUDA: bf16, 1 and 256 images, with and without CUDA graphs, compiling and, where they are available, fused
+    kernels. On a CPU: fp32, 1 and 32 images.
     """
     gpu = device.type == "cuda"
     precision, batches = ("bf16", (1, 256)) if gpu else ("fp32", (1, 32))
     modes = ("eager", "graph", "compile+graph") if gpu else ("eager",)
     networks = {"dense": dense, "compact": compact}
+    kernels = all(hindrance(model, device, DTYPES[precision]) is None for model in networks.values())
     try:
-        rows = bench(networks, device, batches, [precision], modes, 3, 15, say)
+        rows = bench(networks, device, batches, [precision], modes, 3, 15, say, kernels)
     except RuntimeError as error:  # compiling needs a working toolchain
         if not gpu:
             raise
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         warnings.warn(f"compiled networks could not be timed here ({first}); the speed is without", stacklevel=2)
-        rows = bench(networks, device, batches, [precision], modes[:2], 3, 15, say)
+        rows = bench(networks, device, batches, [precision], modes[:2], 3, 15, say, kernels)
     found = []
     for batch in batches:
         best: dict[str, tuple[float, str]] = {}
         for row in rows:
-            name, form = row.network.removesuffix(OPTIMISED), row.mode
-            form += OPTIMISED if row.network.endswith(OPTIMISED) else ""
+            name, _, how = row.network.partition(", ")  # as `bench` names the forms of a network
+            form = f"{row.mode}, {how}" if how else row.mode
             if row.batch == batch and (name not in best or row.ms < best[name][0]):
                 best[name] = (row.ms, form)
         found.append(Speed(batch, precision, *best["dense"], *best["compact"]))

@@ -24,7 +24,7 @@ from hiap.nn.compact import Attention, Block, Constant, Mlp
 from hiap.speed.clock import Call, graphed, timings
 from hiap.speed.steps import Attend, FeedForward, First, Linear, Plain, Shift, Tile
 
-__all__ = ["check_available", "fuse"]
+__all__ = ["check_available", "fuse", "hindrance"]
 
 HALF = (torch.bfloat16, torch.float16)
 MOST_TOKENS = 256  # that attention holds at once
@@ -39,19 +39,23 @@ FFN = ((128, 64, 3, 8), (64, 32, 3, 4))
 
 def check_available(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Raise an InputError with the reason where a model cannot run on the kernels."""
-    family, reason = family_of(model), ""
-    if device.type != "cuda":
-        reason = f"they need a CUDA device; found {device}"
-    elif dtype not in HALF:
-        reason = f"they need half precision; found {dtype}: pass dtype=torch.bfloat16"
-    elif importlib.util.find_spec("triton") is None:
-        reason = "Triton is not installed: pip install triton"
-    elif not family.comes_apart:
-        reason = (
-            f"models of the family {family.name!r} run whole; theirs would need `embed` and `head` (docs/family.md)"
-        )
-    if reason:
+    reason = hindrance(model, device, dtype)
+    if reason is not None:
         raise InputError(f"the fused kernels cannot run here: {reason}. Without `kernels`, plain PyTorch runs")
+
+
+def hindrance(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a model cannot run on the kernels; None if it can."""
+    family = family_of(model)
+    if device.type != "cuda":
+        return f"they need a CUDA device; found {device}"
+    if dtype not in HALF:
+        return f"they need half precision; found {dtype}: pass dtype=torch.bfloat16"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: pip install triton"
+    if not family.comes_apart:
+        return f"models of the family {family.name!r} run whole; theirs would need `embed` and `head` (docs/family.md)"
+    return None
 
 
 def _gelu_of(block: Block) -> str | None:

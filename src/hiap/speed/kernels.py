@@ -87,7 +87,7 @@ def _linear_kernel(
     tl.store(Y + at, acc.to(Y.dtype.element_ty), mask=row & column)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "first"])
 def _attention_kernel(
     QKV, Y, heads, tokens, first, width, scale,
     Q: tl.constexpr, V: tl.constexpr, QP: tl.constexpr, VP: tl.constexpr,

@@ -1,7 +1,8 @@
 """Measuring a latency table: the parts of a model over a grid of widths, each on the clock of a mode and a unit.
 
 The attention branch of a block is timed over heads x q/k dims x value dims, the FFN branch over neurons, each with its
-norm and residual and several in a row as in a network; and what is outside the blocks.
+norm and residual and several in a row as in a network; and what is outside the blocks. Some whole networks then show
+what the sum of the parts leaves out.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 import itertools
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,8 +25,12 @@ from hiap.models.registry import family_of, widths_of
 from hiap.nn.compact import Widths, is_glu, shrink_block
 from hiap.nn.rotary import Rotary
 from hiap.pruning.attach import is_gated
-from hiap.speed.clock import Call, device_name, graphed, materialise, precision, timings
+from hiap.pruning.extract import shrink
+from hiap.speed.calibration import calibrate
+from hiap.speed.clock import DTYPES, Call, device_name, graphed, materialise, precision, timings
+from hiap.speed.fused import fuse, hindrance
 from hiap.speed.inference import compiled, optimize
+from hiap.speed.steps import NEURONS
 
 __all__ = ["OtherRuntime", "measure", "measured", "network_cost", "predicted"]
 
@@ -62,6 +67,8 @@ def measure(
 
     Compiling every point would take too long. What a compiler fuses does not depend on the widths (residual and norm),
     so for the mode "compile" parts are timed uncompiled, and what compiling gains at the whole width is taken off all.
+    In that mode parts and networks run on fused kernels where these are available, and the last block is timed apart:
+    it computes only the tokens that the head reads.
 
     Args:
         unit: "ms", or "mJ" on GPUs that report energy (NVML).
@@ -91,23 +98,29 @@ def measure(
     template, rope = copy.deepcopy(turned.block), family.ropes(model)[found.index(turned)]
     ffn_of = copy.deepcopy(next(site.block for site in found if site.widths.neurons))
     template.norm2, template.mlp, template.ls2, template.glu = ffn_of.norm2, ffn_of.mlp, ffn_of.ls2, is_glu(ffn_of)
-    axes = _grid(whole, unit == "mJ" or other is not None) | (grid or {})
+    kernels = mode == "compile" and other is None and hindrance(model, device, DTYPES[precision_name]) is None
+    last = family.tokens_read(model) if kernels else None
+    axes = (_steep_grid(whole) if kernels else _grid(whole, unit == "mJ" or other is not None)) | (grid or {})
     if any(site.qk_norm for site in found):  # which ties the q/k dims of a head together
         axes["qk_dim"] = [whole.qk_dim]
     with precision(precision_name) as dtype, torch.no_grad() if other else torch.inference_mode():
         x = torch.randn(batch, tokens, dim, device=device, dtype=dtype)
 
-        def chain(widths: Widths, length: int) -> nn.Module:
+        def chain(widths: Widths, length: int, last: int | None = None) -> nn.Module:
             blocks = [shrink_block(copy.deepcopy(template), dim, widths) for _ in range(length)]
-            made = materialise(nn.Sequential(*blocks), device)
+            made = materialise(nn.Sequential(*blocks), device).eval()
             for module in made.modules():
                 if isinstance(module, Rotary) and rope is not None:
                     module.bake((rope[0].to(device), rope[1].to(device)))
-            return made.to(dtype).eval()
+            return fuse(blocks, dtype, batch, tokens, last) if kernels else made.to(dtype)
 
         def branch(widths: Widths) -> float:
             parts = chain(widths, CHAIN)
             return clock(other.part(parts, x) if other else functools.partial(parts, x)) / CHAIN
+
+        def last_branch(widths: Widths) -> float:
+            part = chain(widths, 1, last)
+            return clock(lambda: [part(x) for _ in range(CHAIN)]) / CHAIN
 
         def gain(widths: Widths) -> float:
             """What compiling saves of a branch that has others before and after it."""
@@ -118,17 +131,26 @@ def measure(
             return branch(widths) - (long - short) / CHAIN
 
         branch(whole)  # warms the device up
+        points = itertools.product(*(axes[axis] for axis in AXES[:3]))
+        attentions = [Widths(heads, queries, values, None) for heads, queries, values in points]
+        ffns = [Widths(None, 0, 0, neurons) for neurons in axes["neurons"]]
         off = gain(replace(whole, neurons=None))
-        attention = [
-            _less(branch(Widths(heads, queries, values, None)), off)
-            for heads, queries, values in itertools.product(*(axes[axis] for axis in AXES[:3]))
-        ]
-        say(f"attention: {len(attention)} points")
+        attention = [_less(branch(widths), off) for widths in _told(attentions, "attention", say)]
         off = gain(Widths(None, 0, 0, whole.neurons))
-        ffn = [_less(branch(Widths(None, 0, 0, neurons)), off) for neurons in axes["neurons"]]
-        say(f"FFN: {len(ffn)} points")
-        outside, dense = (network_cost(one, device, dtype, batch, mode, unit, other) for one in (_hollow(model), model))
-    return LatencyTable(
+        ffn = [_less(branch(widths), off) for widths in _told(ffns, "FFN", say)]
+        last_attention = last_ffn = None
+        if last is not None:
+            last_attention = [last_branch(widths) for widths in _told(attentions, "attention of the last block", say)]
+            last_ffn = [last_branch(widths) for widths in _told(ffns, "FFN of the last block", say)]
+        how = (device, dtype, batch, mode, unit, other, kernels)
+        outside, dense = (network_cost(one, *how) for one in (_hollow(model), model))
+
+    def by_axis(costs: list[float]) -> list[list[list[float]]]:
+        found: list[list[list[float]]] = torch.tensor(costs, dtype=torch.float64).view(shape).tolist()
+        return found
+
+    shape = [len(axes[axis]) for axis in AXES[:3]]
+    table = LatencyTable(
         unit=unit,
         device=device_name(device),
         precision=precision_name,
@@ -141,13 +163,19 @@ def measure(
         qk_dim=axes["qk_dim"],
         value_dim=axes["value_dim"],
         neurons=axes["neurons"],
-        attention=torch.tensor(attention, dtype=torch.float64).view([len(axes[axis]) for axis in AXES[:3]]).tolist(),
+        attention=by_axis(attention),
         ffn=ffn,
         outside=outside,
         dense=dense,
         torch_version=torch.__version__,
         runtime=other.name if other else "torch",
+        last_attention=None if last_attention is None else by_axis(last_attention),
+        last_ffn=last_ffn,
+        neuron_step=NEURONS if kernels else 1,
+        kernels=kernels,
     )
+    with precision(precision_name):
+        return calibrate(table, model, lambda network: network_cost(network, *how), say)
 
 
 def network_cost(
@@ -158,6 +186,7 @@ def network_cost(
     mode: str,
     unit: str = "ms",
     other: OtherRuntime | None = None,
+    kernels: bool = False,
 ) -> float:
     """A forward of a whole network on the clock that tables of a mode and a unit are made with."""
     clock = _clock(unit, device, mode)
@@ -169,7 +198,7 @@ def network_cost(
     run: nn.Module = net
     if mode == "compile":
         torch.compiler.reset()
-        run = compiled(optimize(net, dtype, batch, last_block=False))
+        run = compiled(optimize(net, dtype, batch, last_block=kernels, kernels=kernels))
     else:
         net.to(dtype)
     with torch.inference_mode():
@@ -198,12 +227,20 @@ def measured(
         return {}
     try:
         with precision(table.precision) as dtype:
-            like = (device, dtype, table.batch, table.mode, table.unit, other)
+            like = (device, dtype, table.batch, table.mode, table.unit, other, table.kernels)
             dense, compact = (network_cost(one, *like) for one in networks)
     except (RuntimeError, ValueError) as error:
         warnings.warn(f"the result is saved, but its time cannot be measured here: {error}", stacklevel=2)
         return {}
     return {"dense_measured": dense, "measured": compact}
+
+
+def _told(points: list[Widths], what: str, say: Callable[[str], None]) -> Iterator[Widths]:
+    """The points, one by one; says how many are done, about ten times."""
+    for number, point in enumerate(points, 1):
+        yield point
+        if number == len(points) or number % -(-len(points) // 10) == 0:
+            say(f"{what}: {number} of {len(points)} points")
 
 
 def _less(cost: float, gain: float) -> float:
@@ -221,6 +258,23 @@ def _grid(widths: Widths, coarse: bool) -> dict[str, list[int]]:
     }
 
 
+def _steep_grid(widths: Widths) -> dict[str, list[int]]:
+    """Widths to measure fused kernels at, on either side of their steps: they run dims in powers of two from 16."""
+    heads, neurons = widths.heads or 1, widths.neurons or 1
+    return {
+        "heads": _steps(heads, 4, 1),
+        "qk_dim": _powers(widths.qk_dim),
+        "value_dim": _powers(widths.value_dim),
+        "neurons": [*range(NEURONS, neurons, NEURONS), -(-neurons // NEURONS) * NEURONS],
+    }
+
+
+def _powers(most: int) -> list[int]:
+    """8, powers of two and what comes after them, up to the most."""
+    powers = [2**i for i in range(4, most.bit_length())]
+    return sorted({min(8, most), most, *(n for p in powers for n in (p, p + 8) if n < most)})
+
+
 def _steps(most: int, parts: int, multiple: int) -> list[int]:
     """About so many widths up to the whole one, in multiples, and the least."""
     every = {-(-most * i // parts // multiple) * multiple for i in range(1, parts + 1)}
@@ -228,10 +282,8 @@ def _steps(most: int, parts: int, multiple: int) -> list[int]:
 
 
 def _hollow(model: nn.Module) -> nn.Module:
-    """The model without its blocks."""
-    net = copy.deepcopy(model)
-    family_of(net).take_blocks(net)
-    return net
+    """The model with blocks that do nothing."""
+    return shrink(copy.deepcopy(model), [Widths(None, 0, 0, None)] * len(family_of(model).sites(model)))
 
 
 def _clock(unit: str, device: torch.device, mode: str) -> Callable[[Call], float]:

@@ -3,7 +3,7 @@
     python research/compare.py run --data IMAGES --model NAME [--img-size 224] [--weights FILE] --records FILE
         [--target 50%] [--epochs 15] [--methods hiap,taylor] [--rates 5e-4,1e-3] [--trial-epochs 5] [--seeds 0,1,2]
         [--held-out] [--like hiap] [--hours 0.4] [--set KEY=VALUE]
-    python research/compare.py run --methods hiap_time --target 1.8ms --cost TABLE ... (the same options)
+    python research/compare.py run --methods hiap_time,taylor --target 1.8ms --cost TABLE ... (the same options)
     python research/compare.py run --data TINY --start vit_tiny --weights FILE --records FILE ... (the same options)
     python research/compare.py clock|speed ... (the same options)
     python research/compare.py batch --list FILE --jobs 8 ... (options of all lines)
@@ -15,8 +15,10 @@ IMAGES holds `train/` and `val/`, with a folder for each class. TINY is the fold
 held-out tenth of the training images. Then it trains on all of them at the best learning rate, once for each seed, and
 scores on the validation set. A run that is recorded is not repeated, so a comparison continues where it stopped, and
 several processes may share a device and a records file. `--like hiap` gives every other method as many epochs as fit
-into HiAP's training time. `--set` makes a variant of a method, with rows of its own. `hiap_time` is HiAP with a latency
-target, read from a table of `hiap measure`.
+into HiAP's training time. `--set` makes a variant of a method, with rows of its own.
+
+With `--cost`, a table of `hiap measure`, the target is in time. `hiap_time` is HiAP with that target. Every other
+method gets the most MACs with which the table says it meets the target, `hiap` too.
 
 `clock` and `speed` measure time and need the device to themselves. `clock` times training steps of each method; once
 there is such a record, tables and plots show no other training times. `speed` times a forward of the pruned networks
@@ -32,6 +34,7 @@ import copy
 import json
 import os
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -66,6 +69,7 @@ from hiap.nn.compact import Widths
 from hiap.pruning.extract import shrink
 from hiap.speed.bench import runner
 from hiap.speed.clock import materialise, precision, timings
+from hiap.speed.fused import hindrance
 from hiap.speed.inference import optimize
 from hiap.training.config import Config, read_config
 from hiap.training.phases import projection_interval
@@ -114,7 +118,7 @@ def config_of(options: argparse.Namespace, method: str, lr: float, seed: int, ep
         given |= {"gate_mode": "gradient", "granularities": ["head", "ffn", "value_dim", "neuron"], "gate_lr": 2e-2}
         given |= {"freeze_at": 0.3, "align_heads": False}
         given |= OPTIONS[method]
-    given |= {"cost": str(options.cost)} if method == TIMED else {}
+    given |= {"cost": str(options.cost)} if options.cost else {}
     given |= assignments(options.set)
     if options.model is None:
         return configuration(options.start, options.weights, given)
@@ -167,6 +171,9 @@ def run_method(
             record |= {name: accuracy(run.context, model) for name, model in scores.items()}
             record["error"] = run.context.scores(network.eval(), run.phase.teacher)["error"]
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        if options.keep and final is True:
+            name = f"{method} {options.target} lr {config.lr:g} seed {config.seed}"
+            shutil.copytree(out, options.keep / name.replace(" ", "_"), dirs_exist_ok=True)
     longer = steps / (data.train_size // config.batch_size)
     return {
         **{key: record[key] for key in KEPT if key in record},
@@ -212,21 +219,28 @@ def clock(options: argparse.Namespace) -> None:
 
 
 def speed(options: argparse.Namespace) -> None:
-    """Time a forward of every method's network, side by side with the dense model, optimised and compiled."""
+    """Time a forward of every method's network, side by side with the dense model, optimised and compiled.
+
+    Networks run on fused kernels where these are available.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name, mode, batch = ("bf16", "compile+graph", 256) if device.type == "cuda" else ("fp32", "eager", 8)
     config = config_of(options, options.methods.split(",")[0], 1e-4, 0, options.epochs)
     dense = dense_model(config).to(device).eval()
     finished = {method: finished_record(options, method) for method in options.methods.split(",")}
     with precision(name) as dtype, torch.no_grad():
+        kernels = hindrance(dense, device, dtype) is None
         x = torch.randn(batch, *family_of(dense).input_shape(dense), device=device, dtype=dtype)
-        networks = {"dense": copy.deepcopy(dense).to(dtype), "dense, optimised": optimize(dense, dtype, batch)}
+        networks = {
+            "dense": copy.deepcopy(dense).to(dtype),
+            "dense, optimised": optimize(dense, dtype, batch, kernels=kernels),
+        }
         for method, record in finished.items():
             if record.widths is None:
                 networks[method] = made_network(options, method, record, device).to(dtype).eval()
             else:
                 network = materialise(shrink(copy.deepcopy(dense), [Widths(**one) for one in record.widths]), device)
-                networks[method] = optimize(network, dtype, batch)
+                networks[method] = optimize(network, dtype, batch, kernels=kernels)
         with torch.inference_mode():
             runs = []
             for network in networks.values():
@@ -287,7 +301,8 @@ def add_options(go: argparse.ArgumentParser, function: Callable[[argparse.Namesp
     go.add_argument("--model", help="timm name, with a folder of images")
     go.add_argument("--img-size", type=int)
     go.add_argument("--target", default="50%", help="share of the dense model's MACs; with --cost in time")
-    go.add_argument("--cost", type=Path, help="a table of `hiap measure`, for hiap_time")
+    go.add_argument("--cost", type=Path, help="a table of `hiap measure`, for a target in time")
+    go.add_argument("--keep", type=Path, metavar="DIR", help="copy the folder of every final run here")
     go.add_argument("--epochs", type=int, default=15)
     go.add_argument(
         "--methods",

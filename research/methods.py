@@ -18,9 +18,12 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import hiap
-from hiap.budget.controller import Controller
+from hiap.budget.controller import BudgetError, Controller
+from hiap.budget.latency import LatencyCost, LatencyTable
 from hiap.budget.target import Target
 from hiap.data.sources import Data
+from hiap.models.family import Site
+from hiap.models.registry import widths_of
 from hiap.nn.compact import Widths
 from hiap.nn.granularities import PAPER
 from hiap.pruning.count import expected_counts, macs_of_widths
@@ -34,6 +37,7 @@ from hiap.training.probes import embed_images, knn_top1
 from hiap.training.setup import model_arguments
 
 BATCHES = 26  # that one-shot rankings are estimated on
+HALVINGS = 10  # of the range of MACs, to meet a time
 FIVE = (*PAPER, "qk_dim")
 
 
@@ -42,6 +46,8 @@ class Peer:
 
     Attributes:
         dense: the dense model on the device; its heads are aligned where the configuration wants it.
+        target: the MACs that are allowed. Where the run has a target in time, it is the most that keeps it.
+        seen: the squared gradients of open gates, by the kinds of gates.
     """
 
     def __init__(self, config: Config, out: Path, data: Data, make: Callable[[Peer], nn.Module]) -> None:
@@ -49,12 +55,37 @@ class Peer:
         self.context, self.config, self.data = self.run.context, self.run.config, self.run.parts.data
         self.dense, self.dense_macs = self.context.dense(), self.run.parts.dense_macs
         self.objective = self.context.objective(self.context.teacher(self.dense))
+        self.target: float = self.dense_macs
+        self.seen: dict[tuple[str, ...], Tensor] = {}
 
     def network(self) -> nn.Module:
         """What is to be trained."""
         if self.config.align_heads:
             align(self.context, self.dense)
+        cost, wanted = self.run.parts.cost, Target.parse(self.config.target)
+        if isinstance(cost, LatencyCost):
+            return self._within(cost, wanted.absolute(cost.outside + cost.dense)).to(self.context.device)
+        self.target = wanted.absolute(self.dense_macs)
         return self.make(self).to(self.context.device)
+
+    def _within(self, cost: LatencyCost, most: float) -> nn.Module:
+        """The network of the most MACs that takes no longer, by the table."""
+        low, high, best = 0.0, 1.0, None
+        for _ in range(HALVINGS):
+            share = (low + high) / 2
+            self.target = share * self.dense_macs
+            try:
+                network = self.make(self)
+            except BudgetError:  # so few MACs cannot be had
+                low = share
+                continue
+            if cost.of_widths(self.dense, widths_of(network)) <= most:
+                low, best = share, network
+            else:
+                high = share
+        if best is None:
+            raise BudgetError(f"no network of this method takes {cost.say(most)} or less")
+        return best
 
     def _phase(self, context: Context) -> Recover:
         phase = Recover(context, self.network(), self.objective.teacher, facts={})
@@ -77,11 +108,6 @@ class Peer:
         if isinstance(self.objective, FeatureObjective):
             return self.objective.terms_and_probe(model, x)[1]
         return self.objective.weighted(self.objective.terms(model, x, y))
-
-    @property
-    def target(self) -> float:
-        """The MACs that are allowed."""
-        return Target.parse(self.config.target).absolute(self.dense_macs)
 
     def batches(self) -> Any:
         return islice(self.data.train(0, 0, self.config.batch_size, 0, 1), BATCHES)
@@ -128,8 +154,23 @@ def paper(search: Search) -> dict[str, Tensor]:
     return {name: weights.get(name, 1.0) * value for name, value in terms.items()}
 
 
+class MacRanked(LatencyCost):
+    """Time by a table, but units give way by their MACs."""
+
+    proportional = True
+
+    def __init__(self, model: nn.Module, table: LatencyTable) -> None:
+        super().__init__(model, table)
+        self.macs = hiap.MacCost(model)
+
+    def price(self, site: Site, widths: Widths) -> float:
+        return self.macs.block(site, widths)
+
+
 def gated_run(method: str, config: Config, out: Path, data: Data, every: int | None = None) -> Run:
     """A run of HiAP, or of gates under a penalty, which no projection moves.
+
+    With a target in time, `hiap` is HiAP by MACs, of so many that the table says it takes the time.
 
     Args:
         every: steps from one move of HiAP's budget to the next, if not the usual ones.
@@ -139,7 +180,10 @@ def gated_run(method: str, config: Config, out: Path, data: Data, every: int | N
     def search(context: Context) -> Search:
         return Search(context, every=every if penalty is None else 0, penalty=penalty)
 
-    return Run(config, out, data=data, first=search)
+    if config.cost is None or method == TIMED:
+        return Run(config, out, data=data, first=search)
+    table = LatencyTable.load(config.cost)
+    return Run(config, out, data=data, first=search, cost=lambda model: MacRanked(model, table))
 
 
 # -- one-shot rankings ------------------------------------------------------------------------------------------------
@@ -155,10 +199,13 @@ def controller_of(run: Peer, kinds: tuple[str, ...], mode: str = "importance") -
 def observed(run: Peer, kinds: tuple[str, ...]) -> Controller:
     """A controller that has seen the squared gradients of the open gates."""
     gated, controller = controller_of(run, kinds)
-    gated.train()
-    for x, y in run.batches():
-        run.loss(gated, x, y).backward()
-        controller.observe()
+    if kinds not in run.seen:
+        gated.train()
+        for x, y in run.batches():
+            run.loss(gated, x, y).backward()
+            controller.observe()
+        run.seen[kinds] = controller.importance.clone()
+    controller.restore(run.seen[kinds], BATCHES)
     return controller
 
 

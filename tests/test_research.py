@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import compare
 import hiap
-from hiap.budget.latency import LatencyTable
+from hiap.budget.latency import LatencyCost, LatencyTable
 from hiap.data.sources import Augmentation, ByteData
 from hiap.models.registry import sites
 from hiap.nn.compact import Widths
@@ -188,7 +188,9 @@ def test_a_comparison_is_run_and_timed(tmp_path: Path, monkeypatch: pytest.Monke
     assert [(r["method"], r["like"]) for r in more] == [("taylor", "hiap 2")]
     built = []
     optimize = compare.optimize
-    monkeypatch.setattr(compare, "optimize", lambda network, *how: built.append(network) or optimize(network, *how))
+    monkeypatch.setattr(
+        compare, "optimize", lambda network, *how, **more: built.append(network) or optimize(network, *how, **more)
+    )
     for _ in range(2):  # all of them again: times are compared side by side
         found = called("speed")[-2:]
         assert [(r["method"], r["final"], r["mode"]) for r in found] == [
@@ -214,11 +216,18 @@ def test_a_comparison_is_run_and_timed(tmp_path: Path, monkeypatch: pytest.Monke
         "mode": "eager",
         "model": "test_vit",
     }
-    LatencyTable(**own_time, **grid, **ms, dim=64, tokens=5, dense=22.0).save(tmp_path / "table.json")
-    cost = ("--cost", tmp_path / "table.json", "--methods", "hiap_time", "--target", "1.4x", "--rates", "1e-3")
-    record = called("run", *cost)[-1]
+    table = LatencyTable(**own_time, **grid, **ms, dim=64, tokens=5, dense=22.0)
+    table.save(tmp_path / "table.json")
+    cost = ("--cost", tmp_path / "table.json", "--target", "1.4x", "--rates", "1e-3", "--methods")
+    record, peer = called("run", *cost, "hiap_time,depth", "--keep", tmp_path / "kept")[-2:]
+    kept = hiap.load(tmp_path / "kept/hiap_time_1.4x_lr_0.001_seed_1/compact")
+    assert [vars(site.widths) for site in sites(kept)] == record["widths"]
     assert record["method"] == "hiap_time" and re.fullmatch(r"1\.4x by table\.json [0-9a-f]{8}", record["target"])
-    assert called("speed", *cost)[-1]["target"] == record["target"]
+    model = timm.create_model("test_vit", img_size=32)
+    known = LatencyCost(model, table)
+    took = known.of_widths(model, [Widths(**one) for one in peer["widths"]]) / (known.outside + known.dense)
+    assert peer["method"] == "depth" and 0.6 / 1.4 < took <= 1 / 1.4
+    assert called("speed", *cost, "hiap_time")[-1]["target"] == record["target"]
 
 
 def test_an_epoch_is_timed_by_the_fastest() -> None:
@@ -232,9 +241,8 @@ def test_an_epoch_is_timed_by_the_fastest() -> None:
         ("--methods hiap,slim", "unknown method slim; known: hiap, "),
         ("--like haip", "unknown method haip"),
         ("--target 2Mparams", "must be in MACs"),
-        ("--target 2ms", "must be in MACs, such as 50% or 0.6G, for all methods but hiap_time; found 2ms"),
-        ("--cost table.json", "for all methods but hiap_time; found --cost table.json"),
-        ("--methods hiap_time --target 2ms", "run it alone, with --cost TABLE"),
+        ("--target 2ms", "must be in MACs, such as 50% or 0.6G, or pass --cost TABLE; found 2ms"),
+        ("--methods hiap_time", "hiap_time has a target in time: pass --cost TABLE"),
         ("--methods hiap_time --target 2ms --cost table.json", "table.json is no table of `hiap measure`"),
         ("--set lr=1e-3", "use --rates"),
         ("--set dense_epochs=3", "different starts"),

@@ -19,19 +19,19 @@ from conftest import SHARED
 pytestmark = pytest.mark.slow
 
 SHEET, WEIGHTS = SHARED / "data/tiny_imagenet/train_0.jpg", SHARED / "models/vit_tiny_tin128.safetensors"
-TILE, CLASSES, IMAGES = 64, 8, 10
+TILE, CLASSES, IMAGES = 64, 4, 10
 STOPS = (r"^dense +3/5 ", r"^recover +6/15 ")  # lines of output after which Ctrl-C is pressed
 
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """Every 25th class of a sheet of tiles, a row a class, under another name."""
+    """Every 50th class of a sheet of tiles, a row a class, under another name."""
     sheet = Image.open(SHEET)
     for label in range(CLASSES):
         folder = tmp_path / f"photos/thing_{label}"
         folder.mkdir(parents=True)
         for i in range(IMAGES):
-            left, top = i * TILE, 25 * label * TILE
+            left, top = i * TILE, 50 * label * TILE
             sheet.crop((left, top, left + TILE, top + TILE)).save(folder / f"{i}.png")
     return tmp_path / "photos"
 

@@ -49,17 +49,17 @@ def speeds(
     """
     gpu = device.type == "cuda"
     precision, batches = ("bf16", (1, 256)) if gpu else ("fp32", (1, 32))
-    modes = ("eager", "graph", "compile+graph") if gpu else ("eager",)
+    modes, often = (("eager", "graph", "compile+graph"), (3, 15)) if gpu else (("eager",), (1, 7))
     networks = {"dense": dense, "compact": compact}
     kernels = all(hindrance(model, device, DTYPES[precision]) is None for model in networks.values())
     try:
-        rows = bench(networks, device, batches, [precision], modes, 3, 15, say, kernels)
+        rows = bench(networks, device, batches, [precision], modes, *often, say, kernels)
     except RuntimeError as error:  # compiling needs a working toolchain
         if not gpu:
             raise
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         warnings.warn(f"compiled networks could not be timed here ({first}); the speed is without", stacklevel=2)
-        rows = bench(networks, device, batches, [precision], modes[:2], 3, 15, say, kernels)
+        rows = bench(networks, device, batches, [precision], modes[:2], *often, say, kernels)
     found = []
     for batch in batches:
         best: dict[str, tuple[float, str]] = {}

@@ -1,0 +1,138 @@
+"""The sizes of a run with several targets: a folder each, listed in `ladder.json` from the largest to the smallest.
+
+Each of these folders is that of an ordinary run. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hiap.atomic import write_text
+from hiap.errors import RunError
+
+__all__ = ["LADDER", "Rung", "check_not_rung", "folder_name", "read_rungs", "rung_table", "shares", "write_rungs"]
+
+LADDER = "ladder.json"
+FORMAT = 1
+STATES = ("waiting", "running", "done")
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One size of a run with several targets.
+
+    Attributes:
+        target: as it was written.
+        path: its folder, which is that of an ordinary run.
+        epochs: its length.
+        state: "waiting", "running" or "done".
+    """
+
+    target: str
+    path: Path
+    epochs: int
+    state: Literal["waiting", "running", "done"] = "waiting"
+
+    @property
+    def folder(self) -> Path:
+        """Where its compact model is saved."""
+        return self.path / "compact"
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What its report.json says; empty before it is done."""
+        file = self.path / "report.json"
+        if self.state != "done" or not file.is_file():
+            return {}
+        try:
+            return dict(json.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise RunError(f"{file} is damaged ({error}); put it back") from error
+
+
+def folder_name(target: str) -> str:
+    """The folder of a target, such as "50%", "0.6G" or "50%-params": no spaces, and no point at either end."""
+    name = re.sub(r"\s*(macs|params)\s*$", r"-\1", target.strip(), flags=re.IGNORECASE)
+    name = re.sub(r"\s+", "", name).rstrip(".")
+    return f"0{name}" if name.startswith(".") else name
+
+
+def shares(epochs: int, count: int) -> list[int]:
+    """Equal parts of so many epochs; what is left over goes to the last ones, which cut the most."""
+    return [epochs * (i + 1) // count - epochs * i // count for i in range(count)]
+
+
+def read_rungs(out: Path) -> list[Rung]:
+    """The sizes of the run in a folder, the largest first; none where it has one target only.
+
+    Raises:
+        RunError: ladder.json is damaged.
+    """
+    file = out / LADDER
+    if not file.is_file():
+        return []
+    try:
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        rungs = [Rung(one["target"], out / one["folder"], one["epochs"], one["state"]) for one in saved["rungs"]]
+        if saved["format"] != FORMAT or not rungs or any(rung.state not in STATES for rung in rungs):
+            raise ValueError("it has another format")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise RunError(f"{file} is damaged ({type(error).__name__}: {error}); put it back") from error
+    return rungs
+
+
+def write_rungs(out: Path, rungs: Sequence[Rung]) -> None:
+    """Write ladder.json."""
+    listed = [
+        {"target": rung.target, "folder": str(rung.path.relative_to(out)), "epochs": rung.epochs, "state": rung.state}
+        for rung in rungs
+    ]
+    write_text(out / LADDER, json.dumps({"format": FORMAT, "rungs": listed}, indent=1) + "\n")
+
+
+def check_not_rung(out: Path) -> None:
+    """Refuse a folder that is one size of a run with several: only the whole can go on.
+
+    Raises:
+        RunError: with the folder of the whole.
+    """
+    home = out.resolve().parent
+    if any(rung.path.name == out.resolve().name for rung in read_rungs(home) if rung.path != home):
+        raise RunError(
+            f"{out} is one of the sizes of the run in {out.parent}: go on with `hiap prune --resume --out "
+            f"{out.parent}`, or add a size with `hiap prune --from {out.parent} --target ...`"
+        )
+
+
+def rung_table(rungs: Sequence[Rung]) -> list[str]:
+    """A line for each size: target, score, MACs, parameters and folder; before them the dense model."""
+    from hiap.budget.cost import in_words  # which needs torch
+
+    records = [rung.record for rung in rungs]
+    known = next((record for record in records if record), None)
+    if known is None:
+        return [f"{rung.target:<14} {rung.state}" for rung in rungs]
+    score = "top-1" if "top1" in known else "feature error"
+    rows = [("target", score, "MACs", "", "parameters", "")]
+    dense = {
+        "top1": known.get("dense_top1"),
+        "error": 0.0,
+        "macs": known["dense_macs"],
+        "params": known["dense_params"],
+    }
+    for name, record, where in (
+        ("dense", dense, ""),
+        *((rung.target, record, str(rung.path)) for rung, record in zip(rungs, records, strict=True)),
+    ):
+        if not record:
+            rows.append((name, "-", "-", "", "-", where))
+            continue
+        value = record["top1" if score == "top-1" else "error"]
+        share = f"{record['macs'] / known['dense_macs']:.1%}"
+        rows.append((name, f"{value:.2f} %", in_words(record["macs"]), share, in_words(record["params"]), where))
+    return [f"{a:<14} {b:>13} {c:>11} {d:>7} {e:>11}  {f}".rstrip() for a, b, c, d, e, f in rows]

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 from bookkeeping import label_free
 from hiap.budget.latency import LatencyTable
-from hiap.budget.target import Target
+from hiap.budget.target import Target, check_falling
 from methods import METHODS, PEERS, TIMED
 from prune_tiny_imagenet import assignments
 
@@ -35,14 +35,21 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"--data {options.data} is no folder")
     if not (options.weights or options.model):
         raise ValueError("--weights FILE is missing: those of the dense start")
+    targets = options.target.split(",")
+    if len(targets) > 1:
+        check_falling(targets)
+        if not set(methods) <= {"hiap", TIMED} or "," in options.rates or options.like or options.go.__name__ != "run":
+            raise ValueError(
+                "several targets are the sizes of one run: `run` them with --methods hiap, one --rates and no --like"
+            )
     if TIMED in methods:
         if methods != [TIMED] or not options.cost:
             raise ValueError(f"{TIMED} has a target of its own: run it alone, with --cost TABLE")
-        if Target.parse(options.target).unit not in ("x", LatencyTable.load(options.cost).unit):
+        if Target.parse(targets[0]).unit not in ("x", LatencyTable.load(options.cost).unit):
             raise ValueError(
                 f"--target must be in the unit of the table, such as 1.8ms or 2.0x; found {options.target}"
             )
-    elif options.cost or Target.parse(options.target).unit not in ("share", "macs"):
+    elif options.cost or Target.parse(targets[0]).unit not in ("share", "macs"):
         wrong = f"--cost {options.cost}" if options.cost else options.target
         raise ValueError(f"--target must be in MACs, such as 50% or 0.6G, for all methods but {TIMED}; found {wrong}")
     own = {"lr": "rates", "seed": "seeds", "epochs": "epochs", "target": "target", "data": "data", "model": "model"}

@@ -22,9 +22,9 @@ from hiap.training.descent import Descent
 from hiap.training.inputs import kept_table
 from hiap.training.result import Result
 from hiap.training.run_folder import CONFIG, DENSE, FREE, RunFolder, checkpoints, compare_configs, load_dense
-from hiap.training.rungs import Rung, folder_name, read_rungs, shares, write_rungs
+from hiap.training.rungs import Rung, finished_run, folder_name, read_rungs, rung_configs, write_rungs
 
-__all__ = ["Ladder", "further_config"]
+__all__ = ["Ladder"]
 
 
 class Running(Protocol):
@@ -65,11 +65,10 @@ class Ladder:
 
     def _plan(self) -> None:
         """List the targets of the configuration."""
-        config = self.config
-        lengths = config.rung_epochs or shares(config.epochs, len(config.targets))
-        for target, epochs in zip(config.targets, lengths, strict=True):
-            self.rungs.append(Rung(target, self.out / folder_name(target), epochs))
-            self.configs.append(replace(config, target=target, epochs=epochs, rung_epochs=None))
+        for config in rung_configs(self.config):
+            assert config.target is not None
+            self.rungs.append(Rung(config.target, self.out / folder_name(config.target), config.epochs))
+            self.configs.append(config)
 
     def _take_up(self, resume: bool) -> None:
         if not resume:
@@ -154,30 +153,3 @@ class Ladder:
             kept_table(home),
             seen,
         )
-
-
-def finished_run(out: Path) -> list[Rung]:
-    """The run of one target in a folder, as the first of several sizes.
-
-    Raises:
-        RunError: there is none, or it has not finished.
-    """
-    if not (out / CONFIG).is_file():
-        raise RunError(f"{out} holds no run: name the folder of a run that `hiap prune` has finished")
-    if not (out / "compact").is_dir() or not (out / "report.json").is_file():
-        raise RunError(f"the run in {out} has not finished: go on with `hiap prune --resume --out {out}`")
-    config = read_config(out / CONFIG)
-    if config.target is None:
-        raise RunError(f"the run in {out} has no target; only one that has can be made to go further")
-    return [Rung(config.target, out, config.epochs, "done")]
-
-
-def further_config(out: Path, given: dict[str, Any]) -> Config:
-    """The configuration with which a finished run goes further: that of its last target, with other options.
-
-    Raises:
-        RunError: there is no finished run in the folder.
-        ConfigError: the options are wrong.
-    """
-    last = (read_rungs(out) or finished_run(out))[-1]
-    return read_config(last.path / CONFIG, given)

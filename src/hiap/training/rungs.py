@@ -8,16 +8,28 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from hiap.atomic import write_text
 from hiap.errors import RunError
+from hiap.training.config import Config, read_config
 
-__all__ = ["LADDER", "Rung", "check_not_rung", "folder_name", "read_rungs", "rung_table", "shares", "write_rungs"]
+__all__ = [
+    "LADDER",
+    "Rung",
+    "check_not_rung",
+    "finished_run",
+    "folder_name",
+    "further_config",
+    "read_rungs",
+    "rung_configs",
+    "rung_table",
+    "write_rungs",
+]
 
-LADDER = "ladder.json"
+LADDER, CONFIG = "ladder.json", "config.yaml"
 FORMAT = 1
 STATES = ("waiting", "running", "done")
 
@@ -62,9 +74,14 @@ def folder_name(target: str) -> str:
     return f"0{name}" if name.startswith(".") else name
 
 
-def shares(epochs: int, count: int) -> list[int]:
-    """Equal parts of so many epochs; what is left over goes to the last ones, which cut the most."""
-    return [epochs * (i + 1) // count - epochs * i // count for i in range(count)]
+def rung_configs(config: Config) -> list[Config]:
+    """The configuration of each target: an equal share of the epochs, and the last ones get what is left over."""
+    epochs, count = config.epochs, len(config.targets)
+    lengths = config.rung_epochs or [epochs * (i + 1) // count - epochs * i // count for i in range(count)]
+    return [
+        replace(config, target=target, epochs=length, rung_epochs=None)
+        for target, length in zip(config.targets, lengths, strict=True)
+    ]
 
 
 def read_rungs(out: Path) -> list[Rung]:
@@ -136,3 +153,30 @@ def rung_table(rungs: Sequence[Rung]) -> list[str]:
         share = f"{record['macs'] / known['dense_macs']:.1%}"
         rows.append((name, f"{value:.2f} %", in_words(record["macs"]), share, in_words(record["params"]), where))
     return [f"{a:<14} {b:>13} {c:>11} {d:>7} {e:>11}  {f}".rstrip() for a, b, c, d, e, f in rows]
+
+
+def finished_run(out: Path) -> list[Rung]:
+    """The run of one target in a folder, as the first of several sizes.
+
+    Raises:
+        RunError: there is none, or it has not finished.
+    """
+    if not (out / CONFIG).is_file():
+        raise RunError(f"{out} holds no run: name the folder of a run that `hiap prune` has finished")
+    if not (out / "compact").is_dir() or not (out / "report.json").is_file():
+        raise RunError(f"the run in {out} has not finished: go on with `hiap prune --resume --out {out}`")
+    config = read_config(out / CONFIG)
+    if config.target is None:
+        raise RunError(f"the run in {out} has no target; only one that has can be made to go further")
+    return [Rung(config.target, out, config.epochs, "done")]
+
+
+def further_config(out: Path, given: dict[str, Any]) -> Config:
+    """The configuration with which a finished run goes further: that of its last target, with other options.
+
+    Raises:
+        RunError: there is no finished run in the folder.
+        ConfigError: the options are wrong.
+    """
+    last = (read_rungs(out) or finished_run(out))[-1]
+    return read_config(last.path / CONFIG, given)

@@ -21,11 +21,13 @@ from hiap.training.config import Config
 from hiap.training.context import Context
 from hiap.training.loop import Result, Run, prune
 from hiap.training.rungs import folder_name, read_rungs, rung_configs, rung_table
-from reference import counted_macs
 from runs import TINY, noise_data, same, tiny
+from test_cost import counted_macs
 
 TARGETS = ("80%", "60%", "50%")
 DATA = noise_data(512, 8)
+SHAPE = {**TINY["model_args"], "img_size": 8}
+OWN = ["--config", "digits", "--model-args", json.dumps(SHAPE), "--dense-epochs", "0", "--batch-size", "512"]
 
 
 def sizes(**given: Any) -> Config:
@@ -35,19 +37,24 @@ def sizes(**given: Any) -> Config:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result, list[Result], list[str]]:
-    """A run of three sizes: its folder, result, the results as they came, and the dense models that taught."""
-    out, results, teachers = tmp_path_factory.mktemp("whole") / "run", [], []
-    teacher = Context.teacher
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result, list[Result], list[str], list[list[int]]]:
+    """A run of three sizes: folder, result, results as they came, models that taught, and the labels of all batches."""
+    out, results, teachers, labels = tmp_path_factory.mktemp("whole") / "run", [], [], []
+    teacher, train_step = Context.teacher, Run.train_step
 
     def noted(self: Context, dense: torch.nn.Module) -> Any:
         teachers.append(digest_tensors(dense.state_dict()))
         return teacher(self, dense)
 
+    def step(self: Run, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        labels.append(y.tolist())
+        return train_step(self, x, y)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Context, "teacher", noted)
+        patch.setattr(Run, "train_step", step)
         result = prune(sizes(), out, data=DATA, each=results.append)
-    return out, result, results, teachers
+    return out, result, results, teachers, labels
 
 
 def stopped(patch: pytest.MonkeyPatch, target: str, stage: str, step: int, killed: bool = False) -> None:
@@ -65,7 +72,7 @@ def stopped(patch: pytest.MonkeyPatch, target: str, stage: str, step: int, kille
 
 
 def test_every_size_meets_its_target_and_is_cut_from_the_one_above(whole: Any) -> None:
-    out, result, results, _ = whole
+    out, result, results, *_ = whole
     dense = hiap.macs(result.dense)
     above = widths_of(result.dense)
     for target, rung, done in zip(TARGETS, result.rungs, results, strict=True):
@@ -83,7 +90,7 @@ def test_every_size_meets_its_target_and_is_cut_from_the_one_above(whole: Any) -
 
 
 def test_the_dense_model_teaches_every_size(whole: Any) -> None:
-    out, result, _, teachers = whole
+    out, result, _, teachers, _ = whole
     trained = digest_tensors(load_file(out / "80%/dense.safetensors"))
     assert teachers == [trained] * 3 and digest_tensors(result.dense.state_dict()) == trained
     assert len({rung.record["dense_top1"] for rung in result.rungs}) == 1
@@ -105,35 +112,25 @@ def test_the_folder_of_every_size_is_that_of_a_run(whole: Any) -> None:
         assert stages == (["dense", "recover"] if target == "80%" else ["recover"])
 
 
-def test_no_size_sees_the_batches_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, batches = [], Run._batches
-
-    def noted(self: Run) -> Any:
-        for x, y in batches(self):
-            seen.append(y.tolist())
-            yield x, y
-
-    monkeypatch.setattr(Run, "_batches", noted)
-    prune(sizes(target="80%,60%", epochs=2), tmp_path / "run", data=DATA)
-    expected = [y.tolist() for epoch in range(3) for _, y in DATA.train(epoch, 0, 256, 0, 1)]  # one of them dense
-    assert seen == expected
+def test_no_size_sees_the_batches_of_another(whole: Any) -> None:
+    expected = [y.tolist() for epoch in range(4) for _, y in DATA.train(epoch, 0, 256, 0, 1)]  # one of them dense
+    assert whole[4] == expected
 
 
-@pytest.mark.parametrize(
-    ("target", "stage", "step", "killed"),
-    [("80%", "dense", 1, False), ("60%", "search", 0, True), ("50%", "recover", 1, False)],
-)
-def test_a_stopped_ladder_ends_bit_identical(
-    target: str, stage: str, step: int, killed: bool, whole: Any, tmp_path: Path
-) -> None:
+def test_a_run_that_is_stopped_in_every_size_ends_bit_identical(whole: Any, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        stopped(patch, target, stage, step, killed)
-        prune(sizes(), out, data=DATA)
-    before = [rung.target for rung in read_rungs(out) if rung.state == "done"]
-    assert before == list(TARGETS[: TARGETS.index(target)])
-    assert all((out / one / "compact").is_dir() for one in before)  # usable while the others train
-    with pytest.raises(RunError, match=f"{out.name} holds a run: pass --resume to go on with it, or another --out"):
+    for target, stage, step, killed in (
+        ("80%", "dense", 1, False),
+        ("60%", "search", 0, True),
+        ("50%", "recover", 1, False),
+    ):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            stopped(patch, target, stage, step, killed)
+            prune(sizes(), out, data=DATA, resume=target != "80%")
+        done = [rung.target for rung in read_rungs(out) if rung.state == "done"]
+        assert done == list(TARGETS[: TARGETS.index(target)])
+        assert all((out / one / "compact").is_dir() for one in done)  # usable while the others train
+    with pytest.raises(RunError, match="run holds a run: pass --resume to go on with it, or another --out"):
         prune(sizes(), out, data=DATA)
     with pytest.raises(RunError, match=r"another configuration: seed: 7 \(was: seed: 0\)"):
         prune(sizes(seed=7), out, data=DATA, resume=True)
@@ -168,7 +165,7 @@ def test_a_run_of_one_target_goes_further(tmp_path: Path) -> None:
         prune(tiny(epochs=1), out, data=DATA, further=True)
     with pytest.raises(BudgetError, match=r"a target of '?40% params counts something else than 60%, which is in"):
         prune(tiny(epochs=1, target="40% params"), out, data=DATA, further=True)
-    with pytest.raises(BudgetError, match=r"a target of 335.0 MACs \(1.0%\) is out of reach"):
+    with pytest.raises(BudgetError, match=r"a target of 335 MACs \(1.0%\) is out of reach"):
         prune(tiny(epochs=1, target="1%"), out, data=DATA, further=True)
     other = timm.create_model("vit_tiny_patch16_224", **TINY["model_args"], num_classes=10)
     with pytest.raises(RunError, match=r"the dense model is not the one that .* began with; name the same --model"):
@@ -213,7 +210,7 @@ def test_targets_and_lengths_that_do_not_go_together_are_refused(given: dict[str
 
 
 def test_every_target_is_checked_before_anything_is_written(whole: Any, tmp_path: Path) -> None:
-    with pytest.raises(BudgetError, match=r"a target of 335.0 MACs \(1.0%\) is out of reach"):
+    with pytest.raises(BudgetError, match=r"a target of 335 MACs \(1.0%\) is out of reach"):
         prune(sizes(target="80%,1%"), tmp_path / "run", data=DATA)
     assert not (tmp_path / "run").exists()
     with pytest.raises(RunError, match=r"60% is one of the sizes of the run in .*: go on with `hiap prune --resume"):
@@ -247,7 +244,7 @@ def test_floors_are_shares_of_the_dense_model(tmp_path: Path) -> None:
 
 
 def test_the_table_shows_the_sizes(whole: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    out, result, _, _ = whole
+    out, result, *_ = whole
     records = [json.loads((out / target / "report.json").read_text()) for target in TARGETS]
     assert main(["info", str(out)]) == 0
     head, dense, *lines = capsys.readouterr().out.splitlines()
@@ -273,34 +270,37 @@ def test_the_table_shows_the_sizes(whole: Any, capsys: pytest.CaptureFixture[str
     assert rung_table(waiting)[0].split() == ["80%", "waiting"]
 
 
-def test_the_command_line_makes_sizes_plans_them_and_goes_further(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shape = json.dumps({**TINY["model_args"], "img_size": 8})
-    own = ["--config", "digits", "--model-args", shape, "--target", "80%,60%", "--epochs", "2", "--dense-epochs", "0"]
-    own += ["--batch-size", "512", "--mixup", "0", "--ema", "0"]
-    assert main(["plan", *own]) == 0
-    lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+def test_sizes_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *OWN, "--target", "80%,60%", "--epochs", "2"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     names = ["size", "model", "data", "gates", "run", "reach", "target", "size", "start", "gates", "run", "reach"]
-    assert [name for name, _ in lines] == [*names, "target", "time"]
+    assert [name for name, *_ in lines] == [*names, "target", "time"]
+    assert lines[6][:4] == ["target", "80%", "=", "80.0%"] and lines[12][:4] == ["target", "60%", "=", "60.0%"]
+    assert lines[8][1:4] == [*lines[8][1:3], "MACs,"] and 70 < float(lines[8][4].rstrip("%")) <= 80
+
+
+@pytest.mark.slow
+def test_the_command_line_goes_further(whole: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "run")
-    assert main(["prune", *own, "--out", out]) == 0
-    printed = capsys.readouterr().out
-    assert f"size 2 of 2: 60%, in {out}/60%" in printed and printed.count("realised: ") == 2
-    assert printed.rpartition("all sizes:\n")[2].splitlines() == rung_table(read_rungs(Path(out)))
-    assert "speed" in json.loads(Path(out, "80%/report.json").read_text())
+    shutil.copytree(whole[0], out)
     for given, text in (
-        (["--target", "70%"], "a target of 70% (23.453 k MACs) is not below what is there"),
+        (["--target", "70%"], "a target of 70% (23.453 k MACs) is not below what is there: the model in"),
         ([], f"--from {out} needs a --target below what is there, such as 25%"),
         (["--target", "40%", "--out", "x", "--model", "y"], "leave out --model, --out"),
     ):
         assert main(["prune", "--from", out, *given]) == 1
         assert text in capsys.readouterr().err
     assert main(["prune", "--from", out, "--target", "40%"]) == 0
-    assert [rung.state for rung in read_rungs(Path(out))] == ["done"] * 3
+    printed = capsys.readouterr().out
+    assert f"size 4 of 4: 40%, in {out}/40%" in printed and printed.count("realised: ") == 1
+    assert printed.rpartition("all sizes:\n")[2].splitlines() == rung_table(read_rungs(Path(out)))
+    assert [rung.state for rung in read_rungs(Path(out))] == ["done"] * 4
     assert hiap.macs(hiap.load(Path(out, "40%/compact"))) <= 0.4 * 33504
+    assert "speed" in json.loads(Path(out, "40%/report.json").read_text())
+    assert main(["evaluate", f"{out}/40%", "--data", "digits", "--knn", "--against", "dense"]) == 0
 
 
+@pytest.mark.slow
 def test_a_latency_target_falls_by_one_table(tmp_path: Path) -> None:
     config = sizes(target="1.1x,1.2x", epochs=2, dense_epochs=0, deploy="fp32,1,eager")
     result = prune(config, tmp_path / "run", data=DATA)

@@ -21,6 +21,7 @@ __all__ = [
     "Rung",
     "check_not_rung",
     "finished_run",
+    "first_folder",
     "folder_name",
     "further_config",
     "read_rungs",
@@ -112,14 +113,25 @@ def write_rungs(out: Path, rungs: Sequence[Rung]) -> None:
     write_text(out / LADDER, json.dumps({"format": FORMAT, "rungs": listed}, indent=1) + "\n")
 
 
+def _siblings(out: Path) -> list[Rung]:
+    """All sizes of the run that a folder is one of; none if it is not."""
+    home, name = out.resolve().parent, out.resolve().name
+    rungs = read_rungs(home)
+    return rungs if any(rung.path == home / name for rung in rungs) else []
+
+
+def first_folder(out: Path) -> Path:
+    """The folder that knows the dense model of a run: of several sizes, that of the largest."""
+    return next((rung.path for rung in _siblings(out)), out)
+
+
 def check_not_rung(out: Path) -> None:
     """Refuse a folder that is one size of a run with several: only the whole can go on.
 
     Raises:
         RunError: with the folder of the whole.
     """
-    home = out.resolve().parent
-    if any(rung.path.name == out.resolve().name for rung in read_rungs(home) if rung.path != home):
+    if _siblings(out):
         raise RunError(
             f"{out} is one of the sizes of the run in {out.parent}: go on with `hiap prune --resume --out "
             f"{out.parent}`, or add a size with `hiap prune --from {out.parent} --target ...`"

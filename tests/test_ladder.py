@@ -19,6 +19,7 @@ from hiap.models.registry import widths_of
 from hiap.pruning.saving import digest_tensors
 from hiap.training.config import Config
 from hiap.training.context import Context
+from hiap.training.dense_models import dense_model
 from hiap.training.loop import Result, Run, prune
 from hiap.training.rungs import folder_name, read_rungs, rung_configs, rung_table
 from runs import TINY, noise_data, same, tiny
@@ -179,12 +180,12 @@ def test_a_run_of_one_target_goes_further(tmp_path: Path) -> None:
 
 def test_a_saved_model_is_pruned_by_its_folder(whole: Any, tmp_path: Path) -> None:
     folder = whole[0] / "80%"
-    for one in (folder, folder / "compact"):  # of the run, or of the model
-        config = tiny(model=str(one), model_args={}, pretrained=True, target="80%", epochs=1)
-        result = prune(config, tmp_path / one.name, data=DATA)
-        large = hiap.load(folder / "compact")
-        assert 0.6 * hiap.macs(large) < hiap.macs(result.model) <= 0.8 * hiap.macs(large)
-        assert result.record["dense_macs"] == hiap.macs(large)
+    config = tiny(model=str(folder), model_args={}, pretrained=True, target="80%", epochs=1)
+    result, large = prune(config, tmp_path / "run", data=DATA), hiap.load(folder / "compact")
+    assert 0.6 * hiap.macs(large) < hiap.macs(result.model) <= 0.8 * hiap.macs(large)
+    assert result.record["dense_macs"] == hiap.macs(large)
+    same_model = dense_model(tiny(model=str(folder / "compact"), model_args={}))  # not of the run, of the model
+    assert digest_tensors(same_model.state_dict()) == digest_tensors(large.state_dict())
     with pytest.raises(ConfigError, match=r"holds a pruned model, which is taken as it is: leave out --img-size$"):
         prune(tiny(model=str(folder), model_args={}, img_size=16), tmp_path / "other", data=DATA)
 

@@ -145,6 +145,10 @@ def test_a_size_that_is_added_is_that_of_a_run_with_all(whole: Any, tmp_path: Pa
     listed = json.loads((out / "ladder.json").read_text())
     (out / "ladder.json").write_text(json.dumps(listed | {"rungs": listed["rungs"][:2]}))
     config = hiap.read_config(out / "60%/config.yaml", {"target": "50%"})
+    report = (out / "80%/report.json").rename(tmp_path / "report.json")
+    with pytest.raises(RunError, match=r"80%/report.json is missing, and the run needs what it says; put it back"):
+        prune(config, out, data=DATA, further=True)
+    report.rename(out / "80%/report.json")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         stopped(patch, "50%", "search", 0)
         prune(config, out, data=DATA, further=True)
@@ -269,6 +273,7 @@ def test_the_table_shows_the_sizes(whole: Any, capsys: pytest.CaptureFixture[str
         read_rungs(tmp_path / "run")
     waiting = [rung.__class__(rung.target, rung.path, 1) for rung in result.rungs]
     assert rung_table(waiting)[0].split() == ["80%", "waiting"]
+    assert rung_table([result.rungs[0], waiting[1]])[-1].split() == ["60%", "-", "-", "-", "waiting"]
 
 
 def test_sizes_are_planned(capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,7 +88,8 @@ class Ladder:
             raise RunError(f"the run in {self.out} has not finished: go on with `hiap prune --resume --out {self.out}`")
         if not new:
             raise BudgetError("pruning further needs a target, such as 25%")
-        if Target.parse(new[0]).kind != Target.parse(last.target).kind or self.config.cost != self.configs[-1].cost:
+        cost, kinds = self.config.cost, {Target.parse(one).kind for one in (new[0], last.target)}
+        if cost != self.configs[-1].cost or (cost is None and len(kinds) > 1):  # a table has one unit for all targets
             raise BudgetError(f"a target of {new[0]} counts something else than {last.target}, which is in {last.path}")
         self._plan()
 
@@ -139,6 +140,8 @@ class Ladder:
             return Descent(self.out, later)
         home, above = self.rungs[0].path, self.rungs[i - 1]
         record = self.rungs[0].record
+        if not record:
+            raise RunError(f"{home / 'report.json'} is missing, and the run needs what it says; put it back")
         trained = (home / DENSE).is_file()
         seen = record["course"].get("dense", {}).get("epochs", 0) + sum(rung.epochs for rung in self.rungs[:i])
         return Descent(

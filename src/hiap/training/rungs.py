@@ -142,8 +142,8 @@ def rung_table(rungs: Sequence[Rung]) -> list[str]:
     """A line for each size: target, score, MACs, parameters and folder; before them the dense model."""
     from hiap.budget.cost import in_words  # which needs torch
 
-    records = [rung.record for rung in rungs]
-    known = next((record for record in records if record), None)
+    of_rungs = [(rung, rung.record) for rung in rungs]
+    known = next((record for _, record in of_rungs if record), None)
     if known is None:
         return [f"{rung.target:<14} {rung.state}" for rung in rungs]
     score = "top-1" if "top1" in known else "feature error"
@@ -156,7 +156,7 @@ def rung_table(rungs: Sequence[Rung]) -> list[str]:
     }
     for name, record, where in (
         ("dense", dense, ""),
-        *((rung.target, record, str(rung.path)) for rung, record in zip(rungs, records, strict=True)),
+        *((rung.target, record, str(rung.path) if record else rung.state) for rung, record in of_rungs),
     ):
         if not record:
             rows.append((name, "-", "-", "", "-", where))

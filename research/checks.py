@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 from bookkeeping import label_free
 from hiap.budget.latency import LatencyTable
-from hiap.budget.target import Target
+from hiap.budget.target import Target, check_falling
 from methods import METHODS, PEERS, TIMED
 from prune_tiny_imagenet import assignments
 
@@ -35,7 +35,15 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"--data {options.data} is no folder")
     if not (options.weights or options.model):
         raise ValueError("--weights FILE is missing: those of the dense start")
-    unit = Target.parse(options.target).unit
+    targets = options.target.split(",")
+    if len(targets) > 1:
+        check_falling(targets)
+        own = TIMED if options.cost else "hiap"
+        if methods != [own] or "," in options.rates or options.like or options.go.__name__ != "run":
+            raise ValueError(
+                f"several targets are the sizes of one run: `run` them with --methods {own}, one --rates and no --like"
+            )
+    unit = Target.parse(targets[0]).unit
     if options.cost:
         if unit not in ("x", LatencyTable.load(options.cost).unit):
             raise ValueError(

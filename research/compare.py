@@ -4,6 +4,7 @@
         [--target 50%] [--epochs 15] [--methods hiap,taylor] [--rates 5e-4,1e-3] [--trial-epochs 5] [--seeds 0,1,2]
         [--held-out] [--like hiap] [--hours 0.4] [--set KEY=VALUE]
     python research/compare.py run --methods hiap_time,taylor --target 1.8ms --cost TABLE ... (the same options)
+    python research/compare.py run --methods hiap --target 70%,50%,35% --rates 5e-4 ... (the same options)
     python research/compare.py run --data TINY --start vit_tiny --weights FILE --records FILE ... (the same options)
     python research/compare.py clock|speed ... (the same options)
     python research/compare.py batch --list FILE --jobs 8 ... (options of all lines)
@@ -20,6 +21,9 @@ into HiAP's training time. `--set` makes a variant of a method, with rows of its
 With `--cost`, a table of `hiap measure`, the target is in time. `hiap_time` is HiAP with that target. Every other
 method gets the most MACs with which the table says it meets the target, `hiap` too.
 
+Several targets are the sizes of one run (`--epochs` is the length of all of them), at one learning rate. Each leaves a
+record with the epochs up to it, whose `set` names the sizes before it: `after=70%:5` is five epochs at 70 %.
+
 `clock` and `speed` measure time and need the device to themselves. `clock` times training steps of each method; once
 there is such a record, tables and plots show no other training times. `speed` times a forward of the pruned networks
 side by side, compiled.
@@ -31,7 +35,6 @@ above it have finished. `table` prints tables and draws plots. Torch-Pruning's m
 
 import argparse
 import copy
-import json
 import os
 import shlex
 import shutil
@@ -48,10 +51,8 @@ from typing import Any
 
 import torch
 
-import hiap
 from bookkeeping import (
     best_rate,
-    epoch_seconds,
     epochs_of,
     finished_record,
     hiap_widths,
@@ -74,6 +75,7 @@ from hiap.speed.inference import optimize
 from hiap.training.config import Config, read_config
 from hiap.training.phases import projection_interval
 from hiap.training.setup import dense_model, load_data
+from ladders import take_ladder
 from methods import (
     GATED,
     LEARNED,
@@ -82,26 +84,14 @@ from methods import (
     PEERS,
     TIMED,
     Peer,
-    accuracy,
-    counted_macs,
     from_scratch,
     gated_run,
 )
+from outcome import outcome
 from prune_tiny_imagenet import BASE, STARTS, assignments, configuration, tenths
 from record import CLOCK, KEY, SPEED, Record, read
 from report import table
 
-KEPT = (
-    "top1",
-    "top1_before",
-    "dense_top1",
-    "error",
-    "dense_macs",
-    "expected_macs",
-    "undecided",
-    "soft_top1",
-    "hard_top1",
-)
 CLOCKED = 12  # steps of an epoch that `clock` takes
 
 _DATA: dict[bool, ByteData] = {}
@@ -151,6 +141,7 @@ def run_method(
     steps = data.train_size // config.batch_size
     if final == CLOCK:
         data = data.first(CLOCKED * config.batch_size)
+    longer = steps / (data.train_size // config.batch_size)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "run")
         if method in GATED:
@@ -160,28 +151,15 @@ def run_method(
                 every = projection_interval(round(searched))
             run = gated_run(method, config, out, data, every)
             result = run.go()
-            network, record, macs = result.model, result.record, hiap.macs(result.model)
-            search = run.context.schedule.freeze / run.context.schedule.total
+            found = outcome(run, result.model, result.record, out, longer, final != CLOCK)
         else:
             peer = peer_of(options, method, config, final, data, out)
-            network, record, macs, search = peer.train(), peer.record, counted_macs(peer.run.phase.network, peer), 0.0
-            run = peer.run
-        if label_free(options) and final != CLOCK:
-            scores = {"top1": network, "dense_top1": run.context.dense()}
-            record |= {name: accuracy(run.context, model) for name, model in scores.items()}
-            record["error"] = run.context.scores(network.eval(), run.phase.teacher)["error"]
-        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+            widths = "torch_pruning" not in method
+            found = outcome(peer, peer.train(), peer.record, out, longer, final != CLOCK, widths)
         if options.keep and final is True:
             name = f"{method} {options.target} lr {config.lr:g} seed {config.seed}"
             shutil.copytree(out, options.keep / name.replace(" ", "_"), dirs_exist_ok=True)
-    longer = steps / (data.train_size // config.batch_size)
-    return {
-        **{key: record[key] for key in KEPT if key in record},
-        "macs": macs,
-        "epoch_s": epoch_seconds(lines, longer),
-        "search": search,
-        "widths": None if "torch_pruning" in method else [vars(site.widths) for site in sites(network)],
-    }
+        return found
 
 
 def peer_of(
@@ -200,6 +178,10 @@ def run(options: argparse.Namespace) -> None:
         if method == options.like:  # its runs at equal epochs are those
             continue
         try:
+            if "," in options.target:
+                for seed in seeds:
+                    several_sizes(options, method, rates[0], seed, deadline)
+                continue
             if len(rates) > 1 or options.held_out:
                 for lr in rates:
                     take_record(options, method, lr, 0, False, options.trial_epochs or options.epochs, deadline)
@@ -210,6 +192,15 @@ def run(options: argparse.Namespace) -> None:
             refused.append(f"{method}: {error}")
     if refused:
         raise SystemExit("\n".join(["these methods were not run:", *refused]))
+
+
+def several_sizes(options: argparse.Namespace, method: str, lr: float, seed: int, deadline: float) -> None:
+    """A record for each target of one run."""
+    if time.perf_counter() > deadline:
+        raise SystemExit("out of time; the same command goes on from here")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config, final = config_of(options, method, lr, seed, options.epochs), not options.held_out
+    take_ladder(options, method, config, final, lambda: data_of(options, config, final, device), device)
 
 
 def clock(options: argparse.Namespace) -> None:
@@ -300,7 +291,9 @@ def add_options(go: argparse.ArgumentParser, function: Callable[[argparse.Namesp
     )
     go.add_argument("--model", help="timm name, with a folder of images")
     go.add_argument("--img-size", type=int)
-    go.add_argument("--target", default="50%", help="share of the dense model's MACs; with --cost in time")
+    go.add_argument(
+        "--target", default="50%", help="share of the dense model's MACs; with --cost in time; several: 70%%,50%%"
+    )
     go.add_argument("--cost", type=Path, help="a table of `hiap measure`, for a target in time")
     go.add_argument("--keep", type=Path, metavar="DIR", help="copy the folder of every final run here")
     go.add_argument("--epochs", type=int, default=15)

@@ -26,9 +26,10 @@ class Record:
     Attributes:
         start: the dense model: `vit_tiny`, `dinov2_small`, or a timm name with input size and data.
         weights: file of the dense weights and the first digits of its SHA-256, or `pretrained`.
-        set: options that differ from the usual ones, as given to `--set`; empty for none.
+        set: options that differ from the usual ones, as given to `--set`; empty for none. One of several sizes of a run
+            names those before it, with their epochs: `after=70%:5,50%:5`.
         target: the budget: a share of the MACs, or a time and the latency table it is read from.
-        epochs: length of the whole training.
+        epochs: length of the whole training; for one of several sizes, of those before it as well.
         like: the method and epochs whose training time this run was given; None for equal epochs.
         method: the pruning method, a name of `methods.METHODS`.
         lr: peak learning rate.

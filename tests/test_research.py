@@ -13,8 +13,10 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+import bookkeeping
 import compare
 import hiap
+import outcome
 from hiap.budget.latency import LatencyCost, LatencyTable
 from hiap.data.sources import Augmentation, ByteData
 from hiap.models.registry import sites
@@ -142,6 +144,49 @@ def test_backbones_are_compared_by_their_nearest_neighbours(
 
 
 @pytest.mark.slow
+def test_several_sizes_leave_a_record_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split, count in (("train", 16), ("val", 4)):
+        for label in range(3):
+            (tmp_path / "data" / split / str(label)).mkdir(parents=True)
+            for i in range(count):
+                pixels = torch.full((16, 16, 3), 80 * label + i, dtype=torch.uint8)
+                Image.fromarray(pixels.numpy()).save(tmp_path / "data" / split / str(label) / f"{i}.png")
+    save_file(timm.create_model("test_vit", img_size=32, num_classes=3).state_dict(), tmp_path / "dense.safetensors")
+    own = ["--data", tmp_path / "data", "--weights", tmp_path / "dense.safetensors", "--model", "test_vit"]
+    own += ["--img-size", 32, "--records", tmp_path / "records.jsonl", "--target", "70%,50%,40%", "--epochs", 4]
+    for pair in ("precision=fp32", "data_device=cpu", "workers=0", "batch_size=16"):
+        own += ["--set", pair]
+
+    def called(*more: str) -> list[dict]:
+        monkeypatch.setattr(sys, "argv", ["compare.py", "run", *map(str, [*own, *more])])
+        compare.main()
+        return [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+
+    monkeypatch.setattr(compare, "_DATA", {})
+    several = "several targets are the sizes of one run: `run` them with --methods hiap, one --rates and no --like"
+    for wrong in (["--methods", "hiap,taylor", "--rates", "1e-4"], ["--methods", "hiap"]):
+        with pytest.raises(SystemExit, match=re.escape(several)):
+            called(*wrong)
+    records = called("--methods", "hiap", "--rates", "1e-4", "--seeds", "0")
+    usual = "batch_size=16 data_device=cpu precision=fp32 workers=0"
+    assert [(r["target"], r["epochs"], r["set"].removeprefix(usual)) for r in records] == [
+        ("70%", 1, ""),
+        ("50%", 2, " after=70%:1"),
+        ("40%", 4, " after=70%:1,50%:1"),
+    ]
+    assert all(r["macs"] <= float(r["target"][:-1]) / 100 * r["dense_macs"] and r["final"] is True for r in records)
+    assert len({r["dense_macs"] for r in records}) == len({r["dense_top1"] for r in records}) == 1
+    capsys.readouterr()
+    assert called("--methods", "hiap", "--rates", "1e-4", "--seeds", "0") == records
+    assert capsys.readouterr().out == "hiap 70%,50%,40% lr 0.0001 seed 0: recorded already\n"
+    monkeypatch.setattr(sys, "argv", ["compare.py", "table", "--records", str(tmp_path / "records.jsonl")])
+    compare.main()
+    assert "after=70%:1,50%:1" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_a_comparison_is_run_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for split, count in (("train", 24), ("val", 4)):
         for label in range(3):
@@ -163,7 +208,7 @@ def test_a_comparison_is_run_and_timed(tmp_path: Path, monkeypatch: pytest.Monke
         compare.main()
         return [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
 
-    methods, epoch_s = ("hiap", "taylor"), compare.epoch_seconds
+    methods, epoch_s = ("hiap", "taylor"), bookkeeping.epoch_seconds
     (tmp_path / "list.txt").write_text(
         "run --held-out --methods taylor # rates\nrun --held-out --methods hiap\nwait\nrun\n"
     )
@@ -177,7 +222,7 @@ def test_a_comparison_is_run_and_timed(tmp_path: Path, monkeypatch: pytest.Monke
     parts, searches = [], []
     monkeypatch.setattr(compare, "projection_interval", lambda steps: searches.append(steps) or 1)
     monkeypatch.setattr(compare, "CLOCKED", 2)  # of the four steps of an epoch
-    monkeypatch.setattr(compare, "epoch_seconds", lambda lines, longer: parts.append(longer) or epoch_s(lines, longer))
+    monkeypatch.setattr(outcome, "epoch_seconds", lambda lines, longer: parts.append(longer) or epoch_s(lines, longer))
     records = called("clock")
     assert parts == [2.0, 2.0] and searches == [1]  # 15 % of two epochs, not half of six
     assert [(r["method"], r["final"], sorted(r["epoch_s"])) for r in records[6:]] == [
@@ -232,7 +277,7 @@ def test_a_comparison_is_run_and_timed(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_an_epoch_is_timed_by_the_fastest() -> None:
     lines = [{"stage": stage, "seconds": s} for stage, s in (("search", 3.0), ("search", 2.0), ("recover", 1.5))]
-    assert compare.epoch_seconds(lines, 4.0) == {"search": 8.0, "recover": 6.0}
+    assert bookkeeping.epoch_seconds(lines, 4.0) == {"search": 8.0, "recover": 6.0}
 
 
 @pytest.mark.parametrize(

@@ -89,9 +89,10 @@ class Branch:
 class FFN(Branch):
     gate = "ffn"
 
-    def __init__(self, dense: Widths, movable: Collection[str], floors: Floors, multiple: int) -> None:
+    def __init__(self, dense: Widths, movable: Collection[str], floors: Floors, multiple: int, origin: Widths) -> None:
         assert dense.neurons is not None
-        self.neurons = _axis(dense.neurons, floors.neurons, multiple, "neuron" in movable)
+        floor = floors.neurons * (origin.neurons or 0)
+        self.neurons = _axis(dense.neurons, floor, multiple, "neuron" in movable)
         self.choices = [Widths(None, 0, 0, n) for n in self.neurons] + [GONE] * (self.gate in movable)
 
     def _inside(self, values: Values) -> Tensor:
@@ -110,7 +111,13 @@ class AttentionBranch(Branch):
     gate = "attention"
 
     def __init__(
-        self, dense: Widths, movable: Collection[str], floors: Floors, multiple: int, pairs: str | None = None
+        self,
+        dense: Widths,
+        movable: Collection[str],
+        floors: Floors,
+        multiple: int,
+        origin: Widths,
+        pairs: str | None = None,
     ) -> None:
         assert dense.heads
         self.pairs = pairs
@@ -118,7 +125,8 @@ class AttentionBranch(Branch):
         self.heads = list(range(dense.heads, least - 1, -1))
         even = multiple if pairs is None else math.lcm(multiple, 2)
         self.qk_dims = _axis(dense.qk_dim, 0.0, even, "qk_dim" in movable, STEPS)
-        self.value_dims = _axis(dense.value_dim, floors.value_dims, multiple, "value_dim" in movable, STEPS)
+        floor = floors.value_dims * origin.value_dim
+        self.value_dims = _axis(dense.value_dim, floor, multiple, "value_dim" in movable, STEPS)
         widths = [Widths(*one, None) for one in product(self.heads, self.qk_dims, self.value_dims) if one[0]]
         self.choices = widths + [Widths(0, 0, 0, None)] * (least == 0) + [GONE] * (self.gate in movable)
 
@@ -159,11 +167,15 @@ class AttentionBranch(Branch):
 
 
 def _axis(full: int, floor: float, multiple: int, movable: bool, steps: int | None = None) -> list[int]:
-    """Widths from the whole one down to the least: multiples, but for the whole one itself, in about so many steps."""
+    """Widths from the whole one down to the least: multiples, but for the whole one itself, in about so many steps.
+
+    Args:
+        floor: units that are kept at least.
+    """
     if not movable:
         return [full]
     step = multiple * -(-full // (steps * multiple)) if steps else multiple
-    least = -(-max(math.ceil(floor * full), 1) // multiple) * multiple
+    least = -(-max(math.ceil(floor), 1) // multiple) * multiple
     between = range((full - 1) // step * step, least, -step)
     return [full, *between, *([least] if least < full else [])]
 
@@ -188,6 +200,7 @@ class Allocation:
     Args:
         movable: the kinds of units that may be closed, block by block.
         multiple: that widths are built in.
+        origin: widths that the floors are shares of; those of the blocks by default.
     """
 
     def __init__(
@@ -197,12 +210,13 @@ class Allocation:
         cost: Cost,
         floors: Floors | None = None,
         multiple: int = 8,
+        origin: Sequence[Widths] | None = None,
     ) -> None:
         self.proportional = cost.proportional
         self.dense = [site.widths for site in sites]
         self.branches: list[tuple[int, Branch]] = []
-        for i, (site, kinds) in enumerate(zip(sites, movable, strict=True)):
-            arguments = (site.widths, kinds, floors or Floors(), multiple)
+        for i, (site, kinds, whole) in enumerate(zip(sites, movable, origin or self.dense, strict=True)):
+            arguments = (site.widths, kinds, floors or Floors(), multiple, whole)
             self.branches += [(i, AttentionBranch(*arguments, site.pairs))] if site.widths.heads else []
             self.branches += [(i, FFN(*arguments))] if site.widths.neurons else []
         blocks = [(sites[i], branch.choices) for i, branch in self.branches]

@@ -44,6 +44,7 @@ class Controller:
         mode: "importance" values a unit by its squared gate gradient and sets the logits; "gradient" leaves them to the
             optimiser, shifts them down together, and takes them for the value of a unit per cost.
         window: observations the importance is averaged over.
+        origin: widths of the dense model, which the floors are shares of, where the model is a pruned one.
 
     Attributes:
         widths: padded widths of the blocks at the last projection.
@@ -62,6 +63,7 @@ class Controller:
         round_to: int = 8,
         mode: str = "importance",
         window: int = 100,
+        origin: Sequence[Widths] | None = None,
     ) -> None:
         if not is_gated(model):
             raise InputError("the model has no gates; attach them with hiap.attach first")
@@ -88,7 +90,7 @@ class Controller:
         self.widths = [site.widths for site in self.sites]
         self.dense_cost = cost.of_widths(model, self.widths)
         movable = [{kind for kind in kinds if self.weight[kind]} for kinds in self.kinds]
-        self.allocation = Allocation(self.sites, movable, cost, floors, round_to)
+        self.allocation = Allocation(self.sites, movable, cost, floors, round_to, origin)
         self.low = self.allocation.least
         if not self.low <= target < self.dense_cost:
             raise BudgetError(

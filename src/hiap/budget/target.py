@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from hiap.errors import BudgetError
 
-__all__ = ["BudgetError", "Target"]
+__all__ = ["BudgetError", "Target", "check_falling"]
 
 LEAST = 1000.0  # a bare number below it is no count of MACs: its unit was forgotten
 FORMS = "7.4G, 850M, 42%, '1.2M params' or '42% params', or in time 1.8ms or 2.0x"
@@ -61,6 +63,29 @@ class Target:
         if self.unit.startswith("share"):
             return self.value * dense
         return dense / self.value if self.unit == "x" else self.value
+
+    @property
+    def kind(self) -> str:
+        """What is counted: "macs", "params", "time" or "energy". A bare share is one of MACs, or of a table's unit."""
+        if self.unit in ("ms", "x", "mJ"):
+            return "energy" if self.unit == "mJ" else "time"
+        return "params" if self.unit.endswith("params") else "macs"
+
+
+def check_falling(texts: Sequence[str]) -> None:
+    """Refuse several targets that are not of one unit, or do not fall.
+
+    Raises:
+        BudgetError: with the first two that do not follow each other.
+    """
+    for before, after in pairwise(texts):
+        large, small = Target.parse(before), Target.parse(after)
+        if large.unit != small.unit:
+            raise BudgetError(
+                f"several targets must have one unit; found {before} and {after}: write 70%,50% or 0.8G,0.5G or 2x,3x"
+            )
+        if small.absolute(1.0) >= large.absolute(1.0):
+            raise BudgetError(f"several targets must fall; found {after} after {before}: name the largest model first")
 
 
 def _meant(value: float) -> str:

@@ -13,7 +13,7 @@ from hiap.errors import InputError
 from hiap.training.config import Config, read_config, recipes
 from hiap.training.options import ABLATIONS, CHOICES, FIRST, GROUPS, help_of
 
-__all__ = ["add_config", "listed", "positive", "read_options"]
+__all__ = ["add_config", "given_options", "listed", "positive", "read_options"]
 
 METAVARS = {  # what stands for the value of an option in help
     **{"model": "NAME", "teacher": "NAME", "data": "FOLDER", "target": "BUDGET"},
@@ -64,7 +64,7 @@ def _reading(name: str, kind: Any) -> dict[str, Any]:
 
 def read_options(options: argparse.Namespace) -> Config:
     """The configuration of a run: that of its folder where it is resumed, else the recipe or file, with all options."""
-    given = {name: getattr(options, name) for name, _, _ in help_of() if getattr(options, name) is not None}
+    given = given_options(options)
     if getattr(options, "resume", False) and options.config is None and options.out:
         from hiap.training.run_folder import CONFIG, RunFolder
 
@@ -76,6 +76,11 @@ def read_options(options: argparse.Namespace) -> Config:
             "they are for (--model NAME, --weights FILE) and a --target such as 50%. `hiap demo` runs without any"
         )
     return read_config(options.config, given)
+
+
+def given_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of the configuration that a command line has."""
+    return {name: getattr(options, name) for name, _, _ in help_of() if getattr(options, name) is not None}
 
 
 def positive(text: str) -> int:

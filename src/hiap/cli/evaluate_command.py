@@ -206,6 +206,7 @@ def _other(options: argparse.Namespace, device: Any) -> dict[str, Any]:
     from hiap.models.registry import family_of
     from hiap.training.config import read_config
     from hiap.training.run_folder import CONFIG
+    from hiap.training.rungs import first_folder
     from hiap.training.setup import dense_model
 
     if options.against != "dense":
@@ -216,9 +217,10 @@ def _other(options: argparse.Namespace, device: Any) -> dict[str, Any]:
         raise InputError(
             f"{options.folder} is not the folder of a run, so its dense model is not known: score it with --model NAME"
         )
-    config = read_config(runs[0] / CONFIG)
+    run = first_folder(runs[0])
+    config = read_config(run / CONFIG)
     model, own = dense_model(config), hiap.load(compact)
-    _check_dense(runs[0], config, model, own)
+    _check_dense(run, config, model, own)
     family = family_of(model)
     shared = {name: value for name, value in family.usage(own).items() if name in USAGE}
     family.set_usage(model, {**family.usage(model), **shared})  # both see the same images

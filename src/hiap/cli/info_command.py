@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from hiap.cli.lookup import compact_folder
+from hiap.training.rungs import read_rungs, rung_table
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "Show what a saved compact model is made of, block by block."
+HELP = "Show what a saved compact model is made of, block by block, or the sizes of a run with several targets."
 EXAMPLES = "example:\n  hiap info runs/deit_s/compact"
 
 
@@ -25,6 +27,9 @@ def run(options: argparse.Namespace) -> int:
     from hiap.speed.deployed import read_speeds
     from hiap.training.features import feature_width
 
+    if rungs := read_rungs(Path(options.folder)):
+        print("\n".join(rung_table(rungs)))
+        return 0
     folder = compact_folder(options.folder)
     model = hiap.load(folder)
     family, provenance = family_of(model), provenance_of(model)

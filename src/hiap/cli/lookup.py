@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hiap.errors import InputError
+from hiap.training.rungs import read_rungs
 
 __all__ = ["check_writable", "compact_folder", "find_device", "random_model"]
 
@@ -16,6 +17,9 @@ def compact_folder(folder: str) -> Path:
     path = Path(folder)
     if (path / "config.json").is_file():
         return path
+    if not (path / "compact").is_dir() and (rungs := read_rungs(path)):
+        done = " or ".join(str(rung.path) for rung in rungs if rung.state == "done")
+        raise InputError(f"{folder} holds a run of several sizes: name {done or 'one of them once it is done'}")
     if (path / "config.yaml").is_file() and not (path / "compact").is_dir():
         raise InputError(f"{folder} holds a run that has not finished: there is no {path / 'compact'} yet")
     return path / "compact" if (path / "compact").is_dir() else path

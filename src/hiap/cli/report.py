@@ -18,9 +18,9 @@ from hiap.training.config import Config
 __all__ = ["evaluation_options", "report", "speed_note"]
 
 
-def report(result: Any, config: Config) -> None:
+def report(result: Any) -> None:
     """Print the table and the course of a finished run, and write them to `report.json` in its folder."""
-    record = result.record
+    record, config = result.record, result.config
     found = speeds(result.dense, result.model, next(result.model.parameters()).device)
     record["speed"] = [speed.to_json() for speed in found]
     for row in _rows(record, found):

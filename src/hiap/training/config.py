@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from hiap.budget.deploy import Deployment
-from hiap.budget.target import BudgetError, Target
+from hiap.budget.target import BudgetError, Target, check_falling
 from hiap.errors import ConfigError, InputError
 from hiap.nn.granularities import GRANULARITIES, PAPER, present_name
 from hiap.training.metrics import ERROR, TOP1, Metric
@@ -41,7 +41,8 @@ class Config(Options):
         wrong = [f"{name} must be {need}; found {SHORT.repr(getattr(self, name))}" for name, need in self._misses()]
         if self.target is not None:
             try:
-                unit = Target.parse(self.target).unit
+                unit, *_ = [Target.parse(one).unit for one in self.targets]
+                check_falling(self.targets)
                 if self.cost is not None and unit.endswith(("macs", "params")):
                     wrong.append(f"target {self.target!r} does not go with cost: write it as 1.8ms, 2.0x or 42%")
             except BudgetError as error:
@@ -57,6 +58,7 @@ class Config(Options):
                 wrong.append("deploy does not go with cost: the table says how it was measured")
             elif not self.timed:
                 wrong.append("deploy needs a target in time, such as 1.8ms or 2.0x")
+        wrong += self._wrong_lengths()
         if (self.target is None) == (self.lambda_macro is None and self.lambda_micro is None):
             wrong.append("give either target, or lambda_macro and lambda_micro")
         if "qk_dim" in (self.granularities or ()) and (self.lambda_macro or (self.target and len(set(self.ratio)) > 1)):
@@ -66,6 +68,20 @@ class Config(Options):
                 wrong.append(f"the tracker {name} is not installed: pip install 'hiap[{name}]'")
         if wrong:
             raise ConfigError("the configuration is wrong:\n  " + "\n  ".join(wrong))
+
+    def _wrong_lengths(self) -> list[str]:
+        """What is wrong with the lengths of several targets."""
+        count, given = len(self.targets), self.rung_epochs
+        if count < 2:
+            return [] if given is None else ["rung_epochs needs several targets, such as 70%,50%"]
+        wrong = []
+        if given is not None and (len(given) != count or min(given, default=0) < 1):
+            wrong.append(f"rung_epochs must be {count} numbers, one for each target, at least 1; found {given}")
+        if given is None and self.epochs < count:
+            wrong.append(f"epochs must be at least {count}, one for each target; found {self.epochs}")
+        if self.stop_after is not None:
+            wrong.append("stop_after does not go with several targets")
+        return wrong
 
     def _misses(self) -> list[tuple[str, str]]:
         """Options with what they must be and are not: what every number must be first, then rules of their own."""
@@ -178,6 +194,11 @@ class Config(Options):
         return bool(getattr(self, name) == getattr(type(self), name))
 
     @property
+    def targets(self) -> list[str]:
+        """The targets, the largest first."""
+        return [] if self.target is None else [one.strip() for one in self.target.split(",")]
+
+    @property
     def labelled(self) -> bool:
         """Whether labels are learned."""
         return self.objective == "labels"
@@ -218,7 +239,7 @@ class Config(Options):
     def timed(self) -> bool:
         """Whether the target is in time or energy, and so needs a table."""
         try:
-            return self.target is not None and Target.parse(self.target).unit in ("ms", "mJ", "x")
+            return self.target is not None and Target.parse(self.targets[0]).unit in ("ms", "mJ", "x")
         except BudgetError:
             return False
 

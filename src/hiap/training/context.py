@@ -20,6 +20,7 @@ from hiap.data.sources import Data
 from hiap.nn.compact import Widths
 from hiap.pruning.count import macs_of_widths
 from hiap.training.config import Config
+from hiap.training.descent import Descent
 from hiap.training.evaluate import evaluate
 from hiap.training.features import FeatureObjective, feature_scores
 from hiap.training.objective import Objective, Teacher
@@ -35,12 +36,14 @@ class Context:
     Args:
         data, cost, model: of one's own, instead of what the configuration names.
         table: latencies that an earlier part of the run has measured.
+        descent: the place of the run among those of several targets.
 
     Attributes:
         config: with what was left open decided.
         parts: what the run is made of; `parts.model` is the dense model, on the CPU.
         first: steps of the dense phase, before those of search and recovery.
         stop: steps of search and recovery together.
+        seen: epochs of data before those of search and recovery.
         record: what is to be reported.
         folder: that the run writes to, on the main process.
         say: prints a line, on the main process.
@@ -54,6 +57,7 @@ class Context:
         cost: Callable[[nn.Module], Cost] | None = None,
         model: nn.Module | None = None,
         table: LatencyTable | None = None,
+        descent: Descent | None = None,
     ) -> None:
         if PartialState._shared_state and PartialState().num_processes == 1:
             AcceleratorState._reset_state()  # the run before in this process may have had another precision
@@ -69,11 +73,13 @@ class Context:
         torch.manual_seed(mix_seed(config.seed))  # what is not loaded is drawn: a new classifier, or all of it
         with self.accelerator.local_main_process_first() if config.download else nullcontext():
             say: Callable[[str], None] = print if self.main else lambda text: None
-            self.parts = Setup(config, self.device, data, cost, model, self.world, self._table(table), say)
+            table = table or (descent.table if descent is not None else None)
+            self.parts = Setup(config, self.device, data, cost, model, self.world, self._table(table), say, descent)
         self.config, self.data, self.schedule = self.parts.config, self.parts.data, self.parts.schedule
         self.per_epoch = self.parts.per_epoch
         self.first = self.parts.dense_epochs * self.per_epoch
         self.stop = (config.stop_after or config.epochs) * self.per_epoch
+        self.seen = self.parts.dense_epochs if descent is None else descent.epochs + self.parts.dense_epochs
         self.record: dict[str, Any] = {}
         self.folder: RunFolder | None = None
         self.say: Callable[[str], None] = lambda text: None
@@ -95,6 +101,10 @@ class Context:
     def dense(self) -> nn.Module:
         """A copy of the dense model on the device."""
         return copy.deepcopy(self.parts.model).to(self.device)
+
+    def start(self, dense: nn.Module) -> nn.Module:
+        """What the search begins with, on the device: the dense model itself, or a copy of a smaller network."""
+        return dense if self.parts.start is None else copy.deepcopy(self.parts.start).to(self.device)
 
     def mean(self, tensor: Tensor) -> Tensor:
         """The mean over processes."""

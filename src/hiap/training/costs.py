@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from hiap.budget.target import Target
 from hiap.errors import InputError
 from hiap.export.latency_tables import other_runtime
 from hiap.models.registry import widths_of
+from hiap.nn.compact import Widths
 from hiap.speed.clock import device_name
 from hiap.speed.measure import measure, measured
 from hiap.training.config import Config, ConfigError
@@ -77,12 +78,24 @@ def measured_there(
     return measured(cost, networks, cpu, other)
 
 
-def make_controller(model: nn.Module, config: Config, cost: Cost, steps: int) -> Controller:
-    """The controller of a configuration's target."""
+def make_controller(
+    model: nn.Module,
+    config: Config,
+    cost: Cost,
+    steps: int,
+    dense: float | None = None,
+    origin: Sequence[Widths] | None = None,
+) -> Controller:
+    """The controller of a configuration's target.
+
+    Args:
+        dense: what a target in percent is a share of; by default the cost of the model.
+        origin: widths that the floors are shares of; by default those of the model.
+    """
     assert config.target is not None
-    dense = cost.of_widths(model, widths_of(model))
+    dense = cost.of_widths(model, widths_of(model)) if dense is None else dense
     floors = Floors(config.min_heads, config.min_value_dims, config.min_neurons)
     window = max(10, round(config.gate_window * steps))
     ratio = (config.ratio[0], config.ratio[1])
     target = Target.parse(config.target).absolute(dense)
-    return Controller(model, cost, target, ratio, floors, config.round_to, config.gate_mode, window)
+    return Controller(model, cost, target, ratio, floors, config.round_to, config.gate_mode, window, origin)

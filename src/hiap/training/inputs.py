@@ -35,6 +35,10 @@ def inputs_record(context: Context) -> dict[str, Any]:
         "dense_digest": digest_tensors(parts.model.state_dict()),
         "backbone_digest": digest_tensors(backbone_tensors(parts.model)),
     }
+    if parts.descent is not None and parts.descent.dense_top1 is not None:
+        record["dense_top1"] = parts.descent.dense_top1
+    if parts.start is not None:
+        record["start_digest"] = digest_tensors(parts.start.state_dict())
     if parts.table is not None:
         record["table_digest"] = hashlib.sha256(repr(parts.table).encode()).hexdigest()
     for name in FILES:
@@ -95,6 +99,8 @@ def check_inputs(context: Context, out: Path, given: Sequence[str], state: dict[
             raise RunError(f"{getattr(context.config, name)} has changed {began}; put the old one back")
     if state["record"].get("table_digest") != context.record.get("table_digest"):
         raise RunError(f"{out / TABLE}, which the run has measured, is missing or has changed {began}; put it back")
+    if state["record"].get("start_digest") != context.record.get("start_digest"):
+        raise RunError(f"the larger model that the run in {out} began with has changed {began}; put it back")
     if state["record"]["dense_digest"] != context.record["dense_digest"]:
         weights = context.config.weights
         what = weights if "model" not in given and weights else "the dense model"

@@ -20,8 +20,10 @@ from hiap.errors import HiapError, RunError
 from hiap.pruning.saving import check_target
 from hiap.training.config import Config
 from hiap.training.context import Context
+from hiap.training.descent import Descent
 from hiap.training.evaluate import Interrupted
 from hiap.training.inputs import FORMAT, TABLE, check_inputs, course, inputs_record, kept_table
+from hiap.training.ladder import Ladder
 from hiap.training.metrics import METRICS
 from hiap.training.out_of_memory import out_of_memory
 from hiap.training.phase import Phase
@@ -29,17 +31,12 @@ from hiap.training.phases import Dense, Recover, Search, restore, score_dense
 from hiap.training.progress import Progress, Stopwatch, epoch_line
 from hiap.training.result import Result, finish
 from hiap.training.run_folder import RunFolder, checkpoints, load_checkpoint, load_dense, logged
+from hiap.training.rungs import LADDER, check_not_rung
 from hiap.training.signals import Signals
 
 __all__ = ["Result", "Run", "prune"]
 
-FACTS = (
-    *(metric.key for metric in METRICS),
-    "hard_macs",
-    "cost",
-    "open_heads",
-    "open_ffns",
-)  # that the live line shows
+FACTS = (*(metric.key for metric in METRICS), "hard_macs", "cost", "open_heads", "open_ffns")  # in the live line
 
 
 def prune(
@@ -50,8 +47,13 @@ def prune(
     data: Data | tuple[Any, Any] | None = None,
     cost: Callable[[nn.Module], Cost] | None = None,
     model: nn.Module | None = None,
+    further: bool = False,
+    each: Callable[[Result], None] = lambda result: None,
 ) -> Result:
     """Prune a model and save the small one in `out/compact`.
+
+    Several targets, such as "70%,50%,35%", give several sizes in one run, each saved in a folder of its own, such as
+    `out/50%/compact`. The result is then the smallest one; its `rungs` tell of all.
 
     Args:
         config: what to do; `target` and `epochs` are what most people set.
@@ -61,6 +63,8 @@ def prune(
             validation), or an object like `hiap.Data`.
         cost: makes a cost of one's own from the gated model; `config.target` is then a share of its dense value.
         model: a trained ViT of one's own, instead of what `config.model` and `config.weights` name. It is not changed.
+        further: add the targets to the finished run in `out`: prune its smallest model further.
+        each: is called with the result of every target as soon as it is saved.
 
     Raises:
         ConfigError, BudgetError, UnsupportedModelError: before any work.
@@ -68,7 +72,15 @@ def prune(
             full. The last checkpoint is whole.
         KeyboardInterrupt, SystemExit: after SIGINT or SIGTERM, once a checkpoint is saved.
     """
-    return Run(config, out, resume, data, cost, model).go()
+
+    def run(config: Config, folder: Path, resume: bool, descent: Descent | None = None) -> Run:
+        return Run(config, folder, resume, data, cost, model, descent=descent)
+
+    check_not_rung(out := Path(out))
+    if further or len(config.targets) > 1 or (out / LADDER).is_file():
+        return Ladder(config, out, resume, further).descend(run, each)
+    each(result := run(config, out, resume).go())
+    return result
 
 
 class Run:
@@ -76,6 +88,7 @@ class Run:
 
     Args:
         first: makes the phase that the run begins with, where it is not the dense model or the search.
+        descent: the place of the run among those of several targets.
 
     Attributes:
         context: what the phases share.
@@ -94,12 +107,13 @@ class Run:
         cost: Callable[[nn.Module], Cost] | None = None,
         model: nn.Module | None = None,
         first: Callable[[Context], Phase] | None = None,
+        descent: Descent | None = None,
     ) -> None:
         config.check()
         self.out, self.first = Path(out), first
         check_target(self.out / "compact")
         RunFolder.check(self.out, resume)
-        self.context = context = Context(config, str(out), data, cost, model, kept_table(self.out))
+        self.context = context = Context(config, str(out), data, cost, model, kept_table(self.out), descent)
         self.given = [name for name, own in (("data", data), ("cost", cost), ("model", model)) if own is not None]
         self.config, self.parts = context.config, context.parts
         self.folder = context.folder = RunFolder(out, config.to_yaml(), resume) if context.main else None
@@ -195,6 +209,7 @@ class Run:
         """What is left of the present epoch."""
         context = self.context
         epoch, position = divmod(self._global_step(), context.per_epoch)
+        epoch += context.seen - self.parts.dense_epochs
         return context.data.train(epoch, position, self.config.batch_size, context.rank, context.world)
 
     def _global_step(self) -> int:
@@ -234,8 +249,9 @@ class Run:
 
     def _command(self) -> str:
         """How the run is taken up again."""
+        home = self.out if self.parts.descent is None else self.parts.descent.home
         own = "".join(f", {name}=..." for name in self.given)
-        return f"hiap.prune(..., resume=True{own})" if own else f"`hiap prune --resume --out {self.out}`"
+        return f"hiap.prune(..., resume=True{own})" if own else f"`hiap prune --resume --out {home}`"
 
     # -- records --------------------------------------------------------------------------------------------------
 

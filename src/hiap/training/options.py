@@ -50,7 +50,10 @@ class Options:
     """All options of a run with their defaults."""
 
     # model
-    model: str = _option("vit_tiny_patch16_224", "timm name of the dense model, or torchvision:vit_b_16 and the like")
+    model: str = _option(
+        "vit_tiny_patch16_224",
+        "timm name of the dense model, torchvision:vit_b_16 and the like, or the folder of a pruned model",
+    )
     model_args: dict[str, Any] = _option({}, "further arguments of timm.create_model")
     weights: str | None = _option(None, "weights of the dense model: .safetensors, or .pth read with weights_only")
     pretrained: bool = _option(True, "start from timm's pretrained weights where no file is given")
@@ -97,7 +100,9 @@ class Options:
     smoothing: float = _option(0.0, "label smoothing")
     # budget and what may be pruned
     target: str | None = _option(
-        None, "budget: 7.4G, 42% (of the dense model's MACs), '1.2M params', '42% params'; in time 1.8ms or 2.0x"
+        None,
+        "budget: 7.4G, 42% (of the dense model's MACs), '1.2M params', '42% params'; in time 1.8ms or 2.0x; "
+        "several that fall, such as 70%,50%,35%, give a model for each",
     )
     cost: str | None = _option(
         None, "table of `hiap measure`, for a target in time on another device; by default this one is measured first"
@@ -119,7 +124,10 @@ class Options:
         "by default with a target",
     )
     # length and schedule
-    epochs: int = _option(15, "length of the run")
+    epochs: int = _option(15, "length of the run; with several targets, of all of them together")
+    rung_epochs: list[int] | None = _option(
+        None, "epochs of each of several targets, such as 4,5,6, instead of equal shares of epochs"
+    )
     stop_after: int | None = _option(None, "end after this many epochs of the schedule")
     freeze_at: float | None = _option(
         None, "share of the run after which the topology is final; 0.15 with a target, else 1"

@@ -111,9 +111,10 @@ class Search(Phase):
         if fresh and config.labelled and "dense_top1" not in context.record:
             score_dense(context, dense)
         teacher = context.teacher(dense)
+        network = context.start(dense)
         if fresh and (config.align_heads if config.align_heads is not None else config.target):
-            align(context, dense)
-        network = attach(dense, parts.kinds, config.keep_blocks, logit=config.start_logit, seed=config.seed)
+            align(context, network)
+        network = attach(network, parts.kinds, config.keep_blocks, logit=config.start_logit, seed=config.seed)
         self.controller: Controller | None = parts.control(network) if config.target else None
         self.every = projection_interval(schedule.freeze) if every is None else every
         self.penalty = penalty
@@ -322,11 +323,12 @@ def _recover(context: Context, topology: Topology, verified: Sequence[float] | N
     """The phase with a network of the topology, whose weights are still to come."""
     config, parts, dense = context.config, context.parts, context.dense()
     teacher = context.teacher(dense)
+    source = context.start(dense)
     if verified is None:
-        network = fixed(context, attach(dense, parts.kinds, config.keep_blocks, seed=config.seed))
+        network = fixed(context, attach(source, parts.kinds, config.keep_blocks, seed=config.seed))
     else:
-        origin, recipe = origin_of(dense, topology)
-        network = rebuild(dense, topology, topology.widths(config.round_to))
+        origin, recipe = origin_of(source, topology)
+        network = rebuild(source, topology, topology.widths(config.round_to))
         difference, tolerance = verified
         note_provenance(network, Provenance(topology, origin, config.round_to, difference, tolerance, recipe))
     return Recover(context, network, teacher, topology=topology)
@@ -366,7 +368,7 @@ def align(context: Context, dense: nn.Module) -> None:
     """Concentrate heads in few dims, of the kinds that have gates."""
     parts, batch = context.parts, context.config.batch_size
     queries, values = "qk_dim" in parts.kinds, "value_dim" in parts.kinds
-    batches = context.data.train(parts.dense_epochs, 0, batch, context.rank, context.world)
+    batches = context.data.train(context.seen, 0, batch, context.rank, context.world)
     images = (x.to(context.device) for x, _ in islice(batches, -(-ALIGNING // batch)))
     if queries or values:
         align_heads(dense, images, queries=queries, values=values, reduce=context.mean)

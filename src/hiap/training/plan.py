@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from itertools import islice
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,10 @@ from hiap.pruning.attach import attach
 from hiap.pruning.extract import extract
 from hiap.speed.clock import device_name
 from hiap.training.config import Config
+from hiap.training.descent import Descent
 from hiap.training.objective import Teacher
 from hiap.training.progress import clock
+from hiap.training.rungs import rung_configs
 from hiap.training.setup import Setup, make_teacher
 
 __all__ = ["plan"]
@@ -34,14 +37,25 @@ def plan(config: Config) -> list[str]:
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(config.seed)
-    parts = Setup(config, device, say=lambda text: print(text, file=sys.stderr, flush=True))
-    parts.warn()
-    seconds = estimate(parts, device)
-    return [*parts.lines(), f"time     about {clock(seconds)} on this machine ({device_name(device)})"]
+    config.check()
+    first, *rest = rung_configs(config) if config.target else [config]
+    later = tuple(one.target for one in rest if one.target)
+    lines, seconds, descent = [], 0.0, Descent(Path(), later)
+    for one in (first, *rest):
+        parts = Setup(one, device, say=lambda text: print(text, file=sys.stderr, flush=True), descent=descent)
+        parts.warn()
+        more, small = estimate(parts, device)
+        seconds += more
+        lines += [*([f"size     {one.target}"] if rest else []), *parts.lines()]
+        descent = Descent(Path(), network=small.cpu(), data=parts.data, table=parts.table)
+    return [*lines, f"time     about {clock(seconds)} on this machine ({device_name(device)})"]
 
 
-def estimate(parts: Setup, device: torch.device) -> float:
-    """Seconds that a run takes: steps of the dense, the gated and the compact network, data and evaluations."""
+def estimate(parts: Setup, device: torch.device) -> tuple[float, nn.Module]:
+    """Seconds that a run takes, and a network like its result.
+
+    They are of steps of the dense, the gated and the compact network, of data and of evaluations.
+    """
     config, schedule = parts.config, parts.schedule
     begun = time.perf_counter()
     batches = []
@@ -55,9 +69,10 @@ def estimate(parts: Setup, device: torch.device) -> float:
     if device.type == "cpu" and _timed(lambda: dense.eval()(x[:FEW]), device) > QUICK:
         x, y = x[:FEW], y[:FEW]
     scale = config.batch_size / len(x)
-    gated = attach(copy.deepcopy(dense), parts.kinds, config.keep_blocks)
+    start = copy.deepcopy(dense if parts.start is None else parts.start).to(device)
+    gated = attach(start, parts.kinds, config.keep_blocks)
     controller = parts.control(gated) if config.target else None
-    small = extract(gated, controller.decide(), config.round_to) if controller and config.shrink else gated
+    small = extract(gated, controller.decide(), config.round_to) if controller else gated
     teacher = make_teacher(config, dense, parts.mean_std, parts.other_teacher)
 
     def step(network: nn.Module, teacher: Teacher | None) -> float:
@@ -66,10 +81,10 @@ def estimate(parts: Setup, device: torch.device) -> float:
     stop = (config.stop_after or config.epochs) * parts.per_epoch
     search = min(schedule.freeze, stop)
     training = parts.dense_epochs * parts.per_epoch * step(dense, None) if parts.dense_epochs else 0.0
-    training += search * step(gated, teacher) + (stop - search) * step(small, teacher)
+    training += search * step(gated, teacher) + (stop - search) * step(small if config.shrink else gated, teacher)
     evaluations = stop / parts.per_epoch / config.eval_every + 4  # the dense model, the soft start, the freeze, the end
     seen = evaluations * parts.data.val_size / config.batch_size
-    return training + seen * max(_timed(lambda: small.eval()(x), device) * scale, reading)
+    return training + seen * max(_timed(lambda: small.eval()(x), device) * scale, reading), small
 
 
 def _step(network: nn.Module, teacher: Teacher | None, x: Tensor, y: Tensor, config: Config) -> float:

@@ -13,9 +13,11 @@ from hiap.errors import CheckpointError, RunError
 from hiap.pruning.count import macs
 from hiap.pruning.saving import save
 from hiap.speed.measure import predicted
+from hiap.training.config import Config
 from hiap.training.context import Context
 from hiap.training.costs import measured_there
 from hiap.training.phases import Recover
+from hiap.training.rungs import Rung
 
 __all__ = ["Result", "finish"]
 
@@ -30,6 +32,8 @@ class Result:
         folder: where the compact model is saved.
         record: what report.json says.
         main: whether this is the main process.
+        config: of the run; with several targets, of the smallest one.
+        rungs: with several targets, what there is of each, the largest model first.
     """
 
     model: nn.Module
@@ -37,6 +41,8 @@ class Result:
     folder: Path
     record: dict[str, Any]
     main: bool
+    config: Config
+    rungs: tuple[Rung, ...] = ()
 
 
 def finish(context: Context, phase: Recover, out: Path, rescue: str) -> Result:
@@ -62,10 +68,11 @@ def finish(context: Context, phase: Recover, out: Path, rescue: str) -> Result:
     cost = context.parts.cost
     if isinstance(cost, LatencyCost):
         networks = (context.parts.model, model) if context.main else None
-        record.update(predicted(cost, model) | measured_there(cost, networks, context.device))
+        record.update(predicted(cost, model) | {"dense_predicted": context.parts.dense_cost})
+        record.update(measured_there(cost, networks, context.device))
     if context.folder is not None:
         context.folder.report(record)
     context.accelerator.wait_for_everyone()
     if context.config.trackers:
         context.accelerator.end_training()
-    return Result(model, context.dense().eval(), out / "compact", record, context.main)
+    return Result(model, context.dense().eval(), out / "compact", record, context.main, context.config)

@@ -23,7 +23,18 @@ from hiap.atomic import write_text
 from hiap.data.streams import STREAMS
 from hiap.errors import InputError, RunError
 
-__all__ = ["CONFIG", "RunError", "RunFolder", "checkpoints", "load_checkpoint", "load_dense", "logged"]
+__all__ = [
+    "CONFIG",
+    "DENSE",
+    "FREE",
+    "RunError",
+    "RunFolder",
+    "checkpoints",
+    "compare_configs",
+    "load_checkpoint",
+    "load_dense",
+    "logged",
+]
 
 CONFIG, DENSE = "config.yaml", "dense.safetensors"
 FREE = (
@@ -57,7 +68,7 @@ class RunFolder:
             shutil.rmtree(left, ignore_errors=True)
         file = self.path / CONFIG
         if checkpoints(self.path):
-            _compare(self.path, file.read_text(), config)
+            compare_configs(self.path, file.read_text(), config)
         else:
             write_text(file, config)
 
@@ -161,7 +172,7 @@ def load_dense(folder: Path) -> dict[str, Tensor]:
         ) from error
 
 
-def _compare(folder: Path, found: str, wanted: str) -> None:
+def compare_configs(folder: Path, found: str, wanted: str) -> None:
     """Refuse to go on with another configuration, but for what does not change the result."""
     try:
         old, new = (yaml.safe_load(text) or {} for text in (found, wanted))

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["BATCH", "Schedule", "dense_rate", "pruning_rate"]
+from hiap.training.config import Config
+
+__all__ = ["BATCH", "Schedule", "dense_rate", "make_schedule", "pruning_rate"]
 
 PAPER_EPOCHS = 300
 BATCH = 256  # by default, and what the rates below are given for
@@ -84,3 +86,15 @@ class Schedule:
 
     def sharpness(self, step: int) -> float:
         return float(self.sharp_start * (self.sharp_end / self.sharp_start) ** self.progress(step))
+
+
+def make_schedule(config: Config, steps: int) -> Schedule:
+    """The course of a run of so many steps; with a target it freezes early and without noise."""
+    freeze, noise = (0.15, 0.0) if config.target else (1.0, 1.0)
+    same = ("tau_start", "tau_decay", "tau_floor", "noise_start", "ramp_start", "ramp_end", "ramp_power")
+    return Schedule(
+        total=steps,
+        freeze=max(1, round((config.freeze_at or freeze) * steps)),
+        noise_end=noise if config.noise_end is None else config.noise_end,
+        **{name: getattr(config, name) for name in (*same, "sharp_start", "sharp_end")},
+    )

@@ -17,17 +17,19 @@ from hiap.budget.cost import Cost, in_words
 from hiap.budget.latency import LatencyCost, LatencyTable
 from hiap.data.images import Loading
 from hiap.data.sources import Augmentation, ByteData, Data, LoaderData, check_source, open_data
-from hiap.errors import KindError
-from hiap.models.registry import family_of, sites
+from hiap.errors import BudgetError, KindError
+from hiap.models.registry import family_of, sites, widths_of
 from hiap.models.timm import preprocessing_of
-from hiap.models.weights import teacher_model, trained_model
+from hiap.models.weights import teacher_model
 from hiap.pruning.attach import attach, check_finite, gates
 from hiap.pruning.count import macs
 from hiap.pruning.saving import check_savable
 from hiap.training.config import Config, ConfigError
 from hiap.training.costs import make_controller, make_cost, measure_here
+from hiap.training.dense_models import dense_model, model_arguments
+from hiap.training.descent import Descent
 from hiap.training.objective import Teacher
-from hiap.training.schedule import BATCH, Schedule, dense_rate, pruning_rate
+from hiap.training.schedule import BATCH, dense_rate, make_schedule, pruning_rate
 
 __all__ = [
     "Setup",
@@ -201,35 +203,8 @@ def check_parts(config: Config, processes: int = 1) -> None:
         )
 
 
-def make_schedule(config: Config, steps: int) -> Schedule:
-    """The course of a run of so many steps; with a target it freezes early and without noise."""
-    freeze, noise = (0.15, 0.0) if config.target else (1.0, 1.0)
-    same = ("tau_start", "tau_decay", "tau_floor", "noise_start", "ramp_start", "ramp_end", "ramp_power")
-    return Schedule(
-        total=steps,
-        freeze=max(1, round((config.freeze_at or freeze) * steps)),
-        noise_end=noise if config.noise_end is None else config.noise_end,
-        **{name: getattr(config, name) for name in (*same, "sharp_start", "sharp_end")},
-    )
-
-
 def _epochs(count: int) -> str:
     return f"{count} epoch{'s' if count > 1 else ''}"
-
-
-def dense_model(config: Config) -> nn.Module:
-    """The model of a configuration with its weights; its own number of classes, 0 where they hold no classifier.
-
-    Raises:
-        ConfigError: timm cannot make it, or the weights cannot be had or do not fit.
-    """
-    features = not config.labelled
-    return trained_model(config.model, config.weights, config.pretrained, model_arguments(config), features)
-
-
-def model_arguments(config: Config) -> dict[str, Any]:
-    """What `timm.create_model` is given besides the name."""
-    return config.model_args | ({} if config.img_size is None else {"img_size": config.img_size})
 
 
 def as_data(data: Any, config: Config, device: torch.device, world: int = 1) -> Data:
@@ -260,15 +235,18 @@ class Setup:
         data, cost, model: of one's own, instead of what the configuration names.
         table: gives the latency table of a target in time, by measuring it or from where it was kept.
         say: prints a line while the table is measured.
+        descent: the place of the run among those of several targets.
 
     Attributes:
         model: the dense model, on the CPU, with as many classes as the data has.
+        start: the compact network that the search begins with, on the CPU; None where it is the dense model.
         new_classifier: whether its classifier is random while the rest was trained before.
         kinds: what gets gates.
         per_epoch: steps of an epoch.
         lr, dense_lr: peak learning rates.
         cost: what the target or the penalties are about.
-        controller: of a gated copy of the model, if there is a target.
+        dense_cost: of the dense model, which a target in percent is a share of.
+        controller: of a gated copy of what the search begins with, if there is a target.
 
     Raises:
         ConfigError, BudgetError, UnsupportedModelError, CheckpointError: whatever would make the run fail later.
@@ -284,8 +262,10 @@ class Setup:
         processes: int = 1,
         table: Callable[[Callable[[], LatencyTable]], LatencyTable] = lambda measured: measured(),
         say: Callable[[str], None] = lambda text: None,
+        descent: Descent | None = None,
     ) -> None:
         config.check()
+        self.descent = descent
         if data is None:
             if config.data is None:
                 raise ConfigError(
@@ -298,21 +278,25 @@ class Setup:
         self.trained = config.trained or model is not None
         self.sites = sites(self.model)
         check_finite(self.model)
-        for parameter in family_of(dense).unread(dense):  # processes would wait for their gradients
-            parameter.requires_grad_(False)
         self.mean_std = normalisation(config, self.model)
         given = None if data is None else as_data(data, config, device, processes)
-        self.data = given or load_data(config, self.model, device)
+        self.data = given or (descent.data if descent else None) or load_data(config, self.model, device)
         self.config = config = replace(config, batch_size=config.batch_size or default_batch(config, self.data))
         check_parts(config, processes)
         self.new_classifier = False
         if config.labelled:
             fitted = fit_classifier(config, self.model, self.name, self.trained, self.data.classes)
             self.new_classifier = fitted and self.trained
-        for layer in [] if config.labelled else family_of(dense).classifier(dense):
-            layer.requires_grad_(False)
-        note_preprocessing(self.model, self.mean_std, self.data)
-        check_savable(self.model)
+        if descent is not None:
+            descent.check_dense(dense)
+        self.start = copy.deepcopy(descent.network) if descent is not None else None
+        for network in [dense, *([] if self.start is None else [self.start])]:
+            for parameter in family_of(network).unread(network):  # processes would wait for their gradients
+                parameter.requires_grad_(False)
+            for layer in [] if config.labelled else family_of(network).classifier(network):
+                layer.requires_grad_(False)
+            note_preprocessing(network, self.mean_std, self.data)
+            check_savable(network)
         self.dense_epochs = self._dense_epochs()
         self.per_epoch = steps_per_epoch(config, self.data)
         self.schedule = make_schedule(config, config.epochs * self.per_epoch)
@@ -326,11 +310,35 @@ class Setup:
         self.table: LatencyTable | None = None
         if config.timed and config.cost is None and cost is None:
             self.table = table(lambda: measure_here(self.model, config, device, say))
-        self.cost = cost(gated) if cost is not None else make_cost(gated, config, self.table)
+
+        def cost_of(network: nn.Module) -> Cost:
+            return cost(network) if cost is not None else make_cost(network, config, self.table)
+
+        self.cost = cost_of(gated)
+        self.dense_cost = self.cost.of_widths(gated, widths_of(gated))
         self.controller = self.control(gated) if config.target else None
+        for later in descent.later if descent is not None else ():
+            make_controller(gated, replace(config, target=later), self.cost, self.schedule.total, self.dense_cost)
+        if self.start is not None:
+            gated = attach(copy.deepcopy(self.start), self.kinds, config.keep_blocks)
+            self.gates, self.cost = sum(gate.logit.numel() for gate in gates(gated)), cost_of(gated)
+            self._check_below(gated)
+            self.controller = self.control(gated)
+
+    def _check_below(self, gated: nn.Module) -> None:
+        """Refuse a target that what the search begins with meets already."""
+        assert self.controller is not None and self.descent is not None
+        goal, there, say = self.controller.target, self.cost.of_widths(gated, widths_of(gated)), self.cost.say
+        if goal >= there:
+            raise BudgetError(
+                f"a target of {self.config.target} ({say(goal)}) is not below what is there: the model in "
+                f"{self.descent.above} has {say(there)}, {there / self.dense_cost:.1%} of the dense model; choose less"
+            )
 
     def _dense_epochs(self) -> int:
         config = self.config
+        if self.start is not None:  # the run before has done it
+            return 0
         if config.dense_epochs is not None:
             return config.dense_epochs
         needed = self.new_classifier and config.teacher == "self" and config.taught
@@ -338,7 +346,8 @@ class Setup:
 
     def control(self, gated: nn.Module) -> Controller:
         """The controller of the target for a gated model."""
-        return make_controller(gated, self.config, self.cost, self.schedule.total)
+        origin = None if self.start is None else [site.widths for site in self.sites]
+        return make_controller(gated, self.config, self.cost, self.schedule.total, self.dense_cost, origin)
 
     def warn(self) -> None:
         """Say what is likely to disappoint."""
@@ -368,8 +377,11 @@ class Setup:
         lines = [
             f"model    {name}: {in_words(self.dense_macs)} MACs, {len(self.sites)} blocks",
             f"data     {data.train_size} training and {data.val_size} validation images, {classes}",
-            f"gates    {self.gates} ({', '.join(self.kinds)})",
         ]
+        if self.start is not None:  # the run before has said that
+            share = macs(self.start) / self.dense_macs
+            lines = [f"start    {in_words(macs(self.start))} MACs, {share:.1%} of the dense model"]
+        lines.append(f"gates    {self.gates} ({', '.join(self.kinds)})")
         if self.dense_epochs:
             what = "fine-tuned" if self.trained else "trained"
             why = ", with a new classifier" if self.new_classifier else ""
@@ -378,10 +390,11 @@ class Setup:
             )
         lines.append(f"run      {_epochs(config.epochs)} of {self.per_epoch} steps, learning rate {self.lr:.1e}")
         if self.controller:
-            whole, say = self.controller.dense_cost, self.controller.cost.say
+            whole, say = self.dense_cost, self.controller.cost.say
             goal = self.controller.target
-            low = self.controller.low
+            low, most = self.controller.low, self.controller.dense_cost / whole
             least = f", from {say(low)} on" if isinstance(self.cost, LatencyCost) else ""
-            lines.append(f"reach    {low / whole:.1%} to 100% of the dense cost, {say(whole)}{least}")
+            upper = "100%" if self.start is None else f"{most:.1%}"
+            lines.append(f"reach    {low / whole:.1%} to {upper} of the dense cost, {say(whole)}{least}")
             lines.append(f"target   {config.target} = {goal / whole:.1%} ({say(goal)})")
         return lines

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -170,7 +172,7 @@ class Controller:
         decided alike, whatever the last bits of a run say. Runs whose values agree to some digits (one process against
         two) mostly agree in the topology, but not always: two units can lie just where one is cut.
         """
-        values = [{kind: _rounded(value) for kind, value in block.items()} for block in self.values()]
+        values = self._rounded_values()
         losses = self.allocation.losses(values)
         widths = self.allocation.widths(self.allocation.settle(losses, self.target))
         blocks = tuple(
@@ -178,6 +180,30 @@ class Controller:
             for site, now, block in zip(self.sites, widths, values, strict=True)
         )
         return Topology(blocks, tuple(site.widths for site in self.sites))
+
+    def neighbours(self, share: float = 0.01) -> list[dict[str, Any]]:
+        """The networks that budgets just below, at and just above the target would give; those that can be reached.
+
+        Args:
+            share: of the dense cost, from one budget to the next.
+
+        Returns:
+            cost, padded widths, and the estimated loss as a multiple of that at the target.
+        """
+        losses, found = self.allocation.losses(self._rounded_values()), []
+        rows = torch.arange(len(losses))
+        for allowed in (self.target + step * share * self.dense_cost for step in (-1, 0, 1)):
+            if self.low <= allowed < self.dense_cost:
+                chosen = self.allocation.settle(losses, allowed)
+                widths = self.allocation.widths(chosen)
+                cost = self.cost.of_widths(self.model, widths)
+                found.append({"allowed": allowed, "cost": cost, "loss": float(losses[rows, chosen].sum())})
+                found[-1]["widths"] = [asdict(one) for one in widths]
+        at = next(one["loss"] for one in found if one["allowed"] == self.target) or 1.0
+        return [{**one, "loss": one["loss"] / at} for one in found]
+
+    def _rounded_values(self) -> list[Values]:
+        return [{kind: _rounded(value) for kind, value in block.items()} for block in self.values()]
 
     def values(self) -> list[Values]:
         """What is lost with each movable unit, in CPU float64."""

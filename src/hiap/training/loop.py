@@ -21,14 +21,14 @@ from hiap.pruning.saving import check_target
 from hiap.training.config import Config
 from hiap.training.context import Context
 from hiap.training.evaluate import Interrupted
-from hiap.training.inputs import FORMAT, TABLE, check_inputs, course, inputs_record, kept_table
+from hiap.training.inputs import FORMAT, TABLE, check_inputs, course, environment, inputs_record, kept_table
 from hiap.training.metrics import METRICS
 from hiap.training.out_of_memory import out_of_memory
 from hiap.training.phase import Phase
 from hiap.training.phases import Dense, Recover, Search, restore, score_dense
 from hiap.training.progress import Progress, Stopwatch, epoch_line
 from hiap.training.result import Result, finish
-from hiap.training.run_folder import RunFolder, checkpoints, load_checkpoint, load_dense, logged
+from hiap.training.run_folder import GATES_FILE, RunFolder, checkpoints, load_checkpoint, load_dense, logged
 from hiap.training.signals import Signals
 
 __all__ = ["Result", "Run", "prune"]
@@ -105,6 +105,8 @@ class Run:
         self.folder = context.folder = RunFolder(out, config.to_yaml(), resume) if context.main else None
         if self.folder is not None and self.parts.table is not None:
             self.parts.table.save(self.out / TABLE)
+        if self.folder is not None:
+            self.folder.note_start(environment(context))
         context.accelerator.wait_for_everyone()
         context.record |= inputs_record(context)
         self.seconds = 0.0
@@ -276,6 +278,9 @@ class Run:
         if key not in line and (line["epoch"] % self.config.eval_every == 0 or phase.step >= phase.course_end):
             try:
                 line[key] = self._score()
+                if phase.scores_softly(line["epoch"]):
+                    phase.before_step()  # temperature and noise of the step, also where the run was taken up
+                    line[f"soft_{key}"] = self._score(soft=True)
             except Interrupted:
                 return False
         phase.keep(line)
@@ -292,14 +297,14 @@ class Run:
             self.context.accelerator.log(numbers, step=self._global_step())
         return True
 
-    def _score(self) -> float:
-        """Top-1 or feature error of the network as the pending epoch has left it.
+    def _score(self, soft: bool = False) -> float:
+        """Top-1 or feature error of the network as the pending epoch has left it; soft: with gates as in training.
 
         Raises:
             Interrupted: a signal came. Several processes do not stop here: they could not agree where.
         """
         alone = self.context.world == 1
-        scores = self.phase.scores(stop=lambda: alone and self.signals.number is not None)
+        scores = self.phase.scores(soft, stop=lambda: alone and self.signals.number is not None)
         return scores[self.config.metric.key]
 
     # -- state ----------------------------------------------------------------------------------------------------
@@ -336,6 +341,7 @@ class Run:
             ) from error
         if self.folder is not None:
             self.folder.rewind(self._global_step() + (0 if self.pending else 1))
+            self.folder.rewind(self._global_step() + 1, GATES_FILE)
         self.context.say(f"resumed at step {self._global_step()}, in the {self.phase.name} stage")
 
     def begin(self) -> None:
@@ -343,6 +349,7 @@ class Run:
         parts = self.parts
         if self.folder is not None:
             self.folder.rewind(0)
+            self.folder.rewind(0, GATES_FILE)
             for line in parts.lines():
                 self.progress.say(line)
             parts.warn()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from hiap.atomic import write_text
 from hiap.budget.latency import LatencyCost
 from hiap.errors import CheckpointError, RunError
 from hiap.pruning.count import macs
@@ -15,7 +17,9 @@ from hiap.pruning.saving import save
 from hiap.speed.measure import predicted
 from hiap.training.context import Context
 from hiap.training.costs import measured_there
+from hiap.training.mistakes import compare_answers
 from hiap.training.phases import Recover
+from hiap.training.run_folder import MISTAKES
 
 __all__ = ["Result", "finish"]
 
@@ -59,6 +63,11 @@ def finish(context: Context, phase: Recover, out: Path, rescue: str) -> Result:
             raise RunError(
                 f"the compact model cannot be saved: {error}. The trained network is whole in {rescue}"
             ) from error
+    dense = context.dense().eval()
+    if context.config.labelled:
+        record["answers"], pictures = compare_answers(context, dense, model)
+        if context.folder is not None:
+            write_text(out / MISTAKES, json.dumps(pictures) + "\n")
     cost = context.parts.cost
     if isinstance(cost, LatencyCost):
         networks = (context.parts.model, model) if context.main else None
@@ -68,4 +77,4 @@ def finish(context: Context, phase: Recover, out: Path, rescue: str) -> Result:
     context.accelerator.wait_for_everyone()
     if context.config.trackers:
         context.accelerator.end_training()
-    return Result(model, context.dense().eval(), out / "compact", record, context.main)
+    return Result(model, dense, out / "compact", record, context.main)

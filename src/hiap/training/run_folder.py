@@ -23,9 +23,22 @@ from hiap.atomic import write_text
 from hiap.data.streams import STREAMS
 from hiap.errors import InputError, RunError
 
-__all__ = ["CONFIG", "RunError", "RunFolder", "checkpoints", "load_checkpoint", "load_dense", "logged"]
+__all__ = [
+    "CONFIG",
+    "GATES_FILE",
+    "METRICS_FILE",
+    "MISTAKES",
+    "RunError",
+    "RunFolder",
+    "checkpoints",
+    "load_checkpoint",
+    "load_dense",
+    "logged",
+    "starts",
+]
 
 CONFIG, DENSE = "config.yaml", "dense.safetensors"
+METRICS_FILE, GATES_FILE, MISTAKES, ENVIRONMENT = "metrics.jsonl", "gates.jsonl", "mistakes.json", "environment.json"
 FREE = (
     "workers",
     "trackers",
@@ -102,21 +115,21 @@ class RunFolder:
                 shutil.rmtree(old, ignore_errors=True)
         return target
 
-    def log(self, record: dict[str, Any]) -> None:
-        """Append one line to metrics.jsonl.
+    def log(self, record: dict[str, Any], name: str = METRICS_FILE) -> None:
+        """Append one line to metrics.jsonl, or to another file of its kind.
 
         Raises:
             RunError: it cannot be written.
         """
         try:
-            with (self.path / "metrics.jsonl").open("a") as file:
+            with (self.path / name).open("a") as file:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:
-            raise RunError(f"{self.path / 'metrics.jsonl'} cannot be written: {error}") from error
+            raise RunError(f"{self.path / name} cannot be written: {error}") from error
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, name: str = METRICS_FILE) -> None:
         """Drop what metrics.jsonl says of the steps from this one on: they will be done again."""
-        file = self.path / "metrics.jsonl"
+        file = self.path / name
         if file.exists():
             kept = [line for line in file.read_text(errors="replace").splitlines() if _step_of(line) < step]
             write_text(file, "".join(line + "\n" for line in kept))
@@ -143,8 +156,22 @@ class RunFolder:
         """Write what came of the run to report.json."""
         write_text(self.path / "report.json", json.dumps(record, indent=1) + "\n")
 
+    def note_start(self, command: dict[str, Any]) -> None:
+        """Add to environment.json how the run was started, or taken up again, and on what."""
+        earlier = starts(self.path) if checkpoints(self.path) else []
+        write_text(self.path / ENVIRONMENT, json.dumps([*earlier, command], indent=1) + "\n")
+
     def close(self) -> None:
         self._lock.close()
+
+
+def starts(folder: Path) -> list[dict[str, Any]]:
+    """How the run in a folder was started, and taken up again; nothing where it does not say."""
+    try:
+        found = json.loads((folder / ENVIRONMENT).read_text())
+    except (OSError, ValueError, RecursionError):
+        return []
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
 def load_dense(folder: Path) -> dict[str, Tensor]:
@@ -194,7 +221,7 @@ def _same(key: str, old: Any, new: Any) -> bool:
 
 def logged(folder: Path, step: int) -> dict[str, Any] | None:
     """What metrics.jsonl says of the epoch that ended with this step, if it does."""
-    file = folder / "metrics.jsonl"
+    file = folder / METRICS_FILE
     lines = file.read_text(errors="replace").splitlines() if file.exists() else []
     return next((dict(json.loads(line)) for line in lines if _step_of(line) == step), None)
 

@@ -190,7 +190,8 @@ class Controller:
         Returns:
             cost, padded widths, and the estimated loss as a multiple of that at the target.
         """
-        losses, found = self.allocation.losses(self._rounded_values()), []
+        found: list[dict[str, Any]] = []
+        losses = self.allocation.losses(self._rounded_values())
         rows = torch.arange(len(losses))
         for allowed in (self.target + step * share * self.dense_cost for step in (-1, 0, 1)):
             if self.low <= allowed < self.dense_cost:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from hiap.budget.latency import LatencyTable
 from hiap.errors import RunError
 from hiap.models.registry import family_of
+from hiap.pruning.count import geometry
 from hiap.pruning.saving import digest_tensors
 from hiap.speed.clock import device_name
 from hiap.training.context import Context
@@ -50,6 +51,9 @@ def inputs_record(context: Context) -> dict[str, Any]:
         "lr": parts.lr,
         "objective": context.config.objective,
         "dense_widths": [asdict(site.widths) for site in parts.sites],
+        "geometry": geometry(parts.model),
+        "steps_per_epoch": parts.per_epoch,
+        "dense_epochs": parts.dense_epochs,
         "dense_digest": digest_tensors(parts.model.state_dict()),
         "backbone_digest": digest_tensors(backbone_tensors(parts.model)),
     }

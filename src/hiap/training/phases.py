@@ -224,7 +224,7 @@ class Search(Phase):
         context, config = self.context, self.context.config
         network = self.network = self.unwrapped()
         key = config.metric.key
-        found = {"freeze_step": self.step, f"soft_{key}": self.scores(soft=True)[key]}
+        found: Values = {"freeze_step": self.step, f"soft_{key}": self.scores(soft=True)[key]}
         topology = self.controller.decide() if self.controller is not None else harden(network)
         log_snapshot(context, network, self.step, topology, self.controller)
         found["neighbours"] = self.controller.neighbours() if self.controller is not None else []

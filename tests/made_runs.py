@@ -73,7 +73,7 @@ def made_run(
         set_topology(gated, topology, 0.2 + i / 15)
         line = {"step": int(at * STEPS), "epoch": at, "temperature": schedule.temperature(int(at * STEPS))}
         cost = hiap.macs(gated) / dense_macs
-        line |= {"hard": cost, "expected": 0.95 * cost + 0.03, "allowed": cost + 0.01, "target": 0.9}
+        line |= {"hard": cost, "expected": 0.95 * cost + 0.03, "allowed": cost + 0.01, "target": share}
         lines.append(line | snapshot(gated, topology))
     write_lines(folder / "gates.jsonl", lines)
     write_lines(folder / "metrics.jsonl", metrics(epochs, done, taught))

@@ -188,19 +188,21 @@ class Controller:
             share: of the dense cost, from one budget to the next.
 
         Returns:
-            cost, padded widths, and the estimated loss as a multiple of that at the target.
+            step from the target, budget, cost, padded widths, and estimated loss as a multiple of that at the target.
         """
         found: list[dict[str, Any]] = []
         losses = self.allocation.losses(self._rounded_values())
         rows = torch.arange(len(losses))
-        for allowed in (self.target + step * share * self.dense_cost for step in (-1, 0, 1)):
+        for step in (-share, 0.0, share):
+            allowed = self.target + step * self.dense_cost
             if self.low <= allowed < self.dense_cost:
                 chosen = self.allocation.settle(losses, allowed)
                 widths = self.allocation.widths(chosen)
                 cost = self.cost.of_widths(self.model, widths)
-                found.append({"allowed": allowed, "cost": cost, "loss": float(losses[rows, chosen].sum())})
+                lost = float(losses[rows, chosen].sum())
+                found.append({"step": step, "allowed": allowed, "cost": cost, "loss": lost})
                 found[-1]["widths"] = [asdict(one) for one in widths]
-        at = next(one["loss"] for one in found if one["allowed"] == self.target) or 1.0
+        at = next(one["loss"] for one in found if not one["step"]) or 1.0
         return [{**one, "loss": one["loss"] / at} for one in found]
 
     def _rounded_values(self) -> list[Values]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from hiap.report.decisions import MACRO_UNITS, UNIT_NAMES, Decisions
 from hiap.report.gathering import RunData
-from hiap.report.plotting import Chart, Line, heat_chart, line_chart
+from hiap.report.plotting import WIDE, WIDTH, Chart, Line, heat_chart, line_chart
 from hiap.training.snapshots import BINS
 
 __all__ = ["course_charts", "decision_charts", "evolution_charts", "gate_charts"]
@@ -99,7 +99,28 @@ def course_charts(run: RunData) -> list[Chart]:
         charts.append(
             line_chart(f"{run_key(run)}-lr", "Learning rate", "At the end of each epoch.", rate, stages=stages, end=end)
         )
+    if run.snapshots:
+        charts.append(_undecided(run, stages, end))
     return charts
+
+
+def _undecided(run: RunData, stages: Sequence[tuple[str, float]], end: float) -> Chart:
+    """The share of gates that have not made up their mind."""
+    shares = []
+    for one in run.snapshots:
+        bins = np.array(list(one["histograms"].values())).sum(0)
+        shares.append(float(bins[1:-1].sum() / max(bins.sum(), 1)))
+    line = Line("undecided", [one["at"] for one in run.snapshots], shares, 5)
+    return line_chart(
+        f"{run_key(run)}-undecided",
+        "Undecided gates",
+        "Share of all gates whose probability is between 0.05 and 0.95.",
+        [line],
+        stages=stages,
+        percent=True,
+        show=lambda value: f"{value:.1%}",
+        end=end,
+    )
 
 
 def _wide(lines: Sequence[Line]) -> bool:
@@ -164,7 +185,7 @@ def evolution_charts(run: RunData) -> list[Chart]:
         note = f"{int(counts[:, -1].sum())} of {sum(sizes)} are left, {lost:.0%} are gone."
         title = UNIT_NAMES[kind][0].upper() + UNIT_NAMES[kind][1:]
         rows = [str(i) for i in range(len(sizes))]
-        charts.append(heat_chart(f"{run_key(run)}-{kind}", title, note, times, rows, share, tips))
+        charts.append(heat_chart(f"{run_key(run)}-{kind}", title, note, times, rows, share, tips, width=WIDE))
     return charts
 
 
@@ -172,9 +193,8 @@ def gate_charts(run: RunData) -> list[Chart]:
     """How the probabilities of the gates are spread over time, kind by kind."""
     charts = []
     times = [one["at"] for one in run.snapshots]
-    for kind in GATE_NAMES:
-        if not times or not all(kind in one["histograms"] for one in run.snapshots):
-            continue
+    kinds = [kind for kind in GATE_NAMES if times and all(kind in one["histograms"] for one in run.snapshots)]
+    for kind in kinds:
         counts = np.array([one["histograms"][kind] for one in run.snapshots], dtype=float).T
         total = max(counts[:, 0].sum(), 1)
         tips = [
@@ -194,6 +214,7 @@ def gate_charts(run: RunData) -> list[Chart]:
                 tips,
                 bottom_up=True,
                 ticks=[(0.0, "0"), (BINS / 2, "0.5"), (float(BINS), "1")],
+                width=WIDE if len(kinds) in (2, 4) else WIDTH,
             )
         )
     return charts
@@ -216,6 +237,7 @@ def decision_charts(run: RunData, decisions: Decisions) -> list[Chart]:
         percent=True,
         show=lambda value: f"{value:.1%}",
         end=end,
+        width=WIDE,
     )
     back = [
         Line(UNIT_NAMES[kind], decisions.at, [float(n) for n in counts], colours[kind])
@@ -226,7 +248,13 @@ def decision_charts(run: RunData, decisions: Decisions) -> list[Chart]:
         return [settled]
     note = "Units that are open, and were closed in the snapshot before."
     shown = line_chart(
-        f"{run_key(run)}-back", "Closed units that came back", note, back, show=lambda value: f"{value:.0f}", end=end
+        f"{run_key(run)}-back",
+        "Closed units that came back",
+        note,
+        back,
+        show=lambda value: f"{value:.0f}",
+        end=end,
+        width=WIDE,
     )
     return [settled, shown]
 

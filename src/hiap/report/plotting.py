@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Chart", "Line", "heat_chart", "line_chart", "why_not"]
+__all__ = ["WIDE", "WIDTH", "Chart", "Line", "heat_chart", "line_chart", "why_not"]
 
-WIDTH, LEFT, RIGHT, TOP, BOTTOM = 340, 44, 10, 16, 30  # points
+WIDTH, WIDE = 340, 420  # points: of a chart of three in a row, and of two
+LEFT, RIGHT, TOP, BOTTOM = 44, 10, 18, 32
+SIZE = 10  # of text
 COLOURS = {f"#a1b2c{i}": f"var(--c{i})" for i in range(1, 7)}  # what is drawn -> what the page gives
 INK, FAINT = "#a1b2d1", "#a1b2d2"
 COLOURS |= {INK: "var(--muted)", FAINT: "var(--rule)"}
@@ -44,6 +46,7 @@ class Chart:
     """A chart and what belongs to it.
 
     Attributes:
+        wide: it is made for two in a row, and not for three.
         hover: what `page.js` needs to show numbers.
         legend: names with their colours, as CSS.
     """
@@ -52,6 +55,7 @@ class Chart:
     title: str
     note: str
     svg: str
+    wide: bool
     hover: dict[str, Any]
     legend: list[tuple[str, str, str]] = field(default_factory=list)
 
@@ -74,6 +78,7 @@ def line_chart(
     show: Callable[[float], str] = lambda value: f"{value:.4g}",
     end: float | None = None,
     axis: str = "epoch",
+    width: int = WIDTH,
 ) -> Chart:
     """Lines over epochs.
 
@@ -85,7 +90,7 @@ def line_chart(
         end: of the axis of epochs.
         axis: what it counts, if not epochs.
     """
-    figure, axes, box = _axes(168)
+    figure, axes, box = _axes(width, 168)
     for line in lines:
         dots = line.style == "o" or len(line.x) == 1
         axes.plot(
@@ -117,7 +122,7 @@ def line_chart(
         names.append((level[0], "var(--muted)", "dash"))
         series.append({"name": level[0], "colour": "var(--muted)", "x": [0], "y": [show(level[1])], "level": True})
     hover = {"kind": "lines", "box": box, "end": last or 1, "axis": axis, "series": series}
-    return Chart(key, title, note, _svg(figure, key), hover, names)
+    return Chart(key, title, note, _svg(figure, key), width == WIDE, hover, names)
 
 
 def heat_chart(
@@ -131,6 +136,7 @@ def heat_chart(
     *,
     bottom_up: bool = False,
     ticks: Sequence[tuple[float, str]] | None = None,
+    width: int = WIDTH,
 ) -> Chart:
     """A field of cells, row by row over epochs; the stronger the colour, the greater the value.
 
@@ -141,7 +147,7 @@ def heat_chart(
         ticks: places between 0 (the start of the first row) and len(rows), and what stands there; the rows' own names
             by default.
     """
-    figure, axes, box = _axes(max(96, min(16 + 11 * len(rows), 260)))
+    figure, axes, box = _axes(width, max(96, min(13 * len(rows), 260)) if not bottom_up else 130)
     columns = min(120, max(len(times) * 2, 40))
     first, last = times[0], max(times[-1], times[0] + 1e-9)
     edges = first + (np.arange(columns) + 0.5) / columns * (last - first)
@@ -156,18 +162,18 @@ def heat_chart(
     axes.set_yticks([place for place, _ in marks], [text for _, text in marks])
     _finish_axes(axes, (), False, False, grid=False)
     hover = {"kind": "heat", "box": box, "start": first, "end": last, "x": _round(times), "up": bottom_up}
-    return Chart(key, title, note, _svg(figure, key), hover | {"tips": [list(row) for row in tips]})
+    return Chart(key, title, note, _svg(figure, key), width == WIDE, hover | {"tips": [list(row) for row in tips]})
 
 
-def _axes(height: float) -> tuple[Any, Any, list[float]]:
+def _axes(width: float, height: float) -> tuple[Any, Any, list[float]]:
     """A figure whose axes are this high, the axes, and where they are in it: left, top, width, height."""
     from matplotlib.figure import Figure
 
     whole = height + TOP + BOTTOM
-    figure = Figure(figsize=(WIDTH / 72, whole / 72))
+    figure = Figure(figsize=(width / 72, whole / 72))
     figure.patch.set_visible(False)
-    inside = WIDTH - LEFT - RIGHT
-    axes = figure.add_axes((LEFT / WIDTH, BOTTOM / whole, inside / WIDTH, height / whole))
+    inside = width - LEFT - RIGHT
+    axes = figure.add_axes((LEFT / width, BOTTOM / whole, inside / width, height / whole))
     axes.patch.set_visible(False)
     return figure, axes, [LEFT, TOP, inside, height]
 
@@ -180,8 +186,8 @@ def _finish_axes(
     for side in ("top", "right", "left", "bottom"):
         axes.spines[side].set_visible(side == "bottom" and grid)
         axes.spines[side].set_color(FAINT)
-    axes.tick_params(length=0, colors=INK, labelsize=8.5, pad=4)
-    axes.set_xlabel(axis, color=INK, fontsize=8.5, labelpad=2, loc="right")
+    axes.tick_params(length=0, colors=INK, labelsize=SIZE, pad=4)
+    axes.set_xlabel(axis, color=INK, fontsize=SIZE, labelpad=1, loc="right")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=axes.get_xlim()[1] >= 3))
     if not grid:
         return
@@ -204,7 +210,7 @@ def _finish_axes(
         until = stages[i + 1][1] if i + 1 < len(stages) else end
         if (min(until, end) - begin) / end > 0.12:
             top = axes.get_xaxis_transform()
-            axes.text(begin + 0.012 * end, 1.02, name, transform=top, color=INK, fontsize=8, va="bottom")
+            axes.text(begin + 0.012 * end, 1.02, name, transform=top, color=INK, fontsize=SIZE - 0.5, va="bottom")
 
 
 def _svg(figure: Any, key: str) -> str:

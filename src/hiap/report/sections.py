@@ -14,7 +14,8 @@ from hiap.report.decisions import decisions_of
 from hiap.report.drawing import draw_network
 from hiap.report.facts import Figure, Table, decision_sentences, figures, ladder_table, topology_table, verification
 from hiap.report.gathering import STATES, RunData
-from hiap.report.plotting import Chart, Line, line_chart, why_not
+from hiap.report.margins import one_percent
+from hiap.report.plotting import WIDE, Chart, Line, line_chart, why_not
 
 __all__ = ["header", "ladder_section", "run_sections"]
 
@@ -56,6 +57,7 @@ def ladder_section(runs: Sequence[RunData]) -> str:
                 level=("dense model", dense) if dense is not None else None,
                 show=lambda value: f"{value:.2f} %",
                 axis="MACs, percent of dense",
+                width=WIDE,
             )
         )
     return _section("The ladder", _table("ladder", ladder_table(runs)) + _grid(charts), "Every rung is a whole run.")
@@ -71,6 +73,7 @@ def run_sections(run: RunData) -> str:
             _learning(run),
             _gates(run),
             _topology(run),
+            _margins(run),
             _checked(run),
             _pictures(run),
             _origin(run),
@@ -96,15 +99,15 @@ def _headline(run: RunData) -> str:
     if not found:
         return ""
     cards = "".join(_card(figure) for figure in found)
-    forms = sorted({(one["precision"], one["compact_form"], one["batch"]) for one in run.record.get("speed") or ()})
-    timed = ", ".join(f"batch {batch}: {form} in {precision}" for precision, form, batch in forms)
+    speeds = run.record.get("speed") or ()
+    timed = "; ".join(f"batch {one['batch']}: {one['compact_form']}, {one['precision']}" for one in speeds)
     device = run.starts[-1].get("device", "") if run.starts else ""
     said = f"Latency is measured on {device or 'the machine of the run'}, each model in its fastest form ({timed})."
     return f'<div class="cards">{cards}</div>' + (f'<p class="fine">{escape(said)}</p>' if timed else "")
 
 
 def _card(figure: Figure) -> str:
-    was = f"<s>{escape(figure.dense)}</s>" if figure.dense else ""
+    was = f'<span class="was">dense {escape(figure.dense)}</span> ' if figure.dense else ""
     tone = {True: "good", False: "bad", None: ""}[figure.good]
     change = f'<span class="change {tone}">{escape(figure.change)}</span>' if figure.change else ""
     big = f'<p class="big">{escape(figure.compact)}</p>'
@@ -155,6 +158,12 @@ def _topology(run: RunData) -> str:
         return ""
     lead = "Widths as they are built." if run.saved else "Open units; widths are means over open heads, rounded up."
     return _section("Topology", _table(f"{run_key(run)}-topology", topology_table(run)), lead)
+
+
+def _margins(run: RunData) -> str:
+    said = "".join(f"<li>{escape(one)}</li>" for one in one_percent(run.record))
+    lead = "What the gates would have chosen for a slightly smaller or larger budget, and the loss they expected of it."
+    return _section("One percent less, one percent more", f'<ul class="said">{said}</ul>', lead) if said else ""
 
 
 def _checked(run: RunData) -> str:
@@ -218,7 +227,8 @@ def _table(key: str, table: Table) -> str:
 
 
 def _grid(charts: Sequence[Chart]) -> str:
-    return f'<div class="grid">{"".join(_chart(chart) for chart in charts)}</div>' if charts else ""
+    pairs = " pairs" if charts and charts[0].wide else ""
+    return f'<div class="grid{pairs}">{"".join(_chart(chart) for chart in charts)}</div>' if charts else ""
 
 
 def _chart(chart: Chart) -> str:

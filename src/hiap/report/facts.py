@@ -50,13 +50,13 @@ def figures(run: RunData) -> list[Figure]:
     for name, key in (("MACs", "macs"), ("Parameters", "params")):
         dense, compact = record.get(f"dense_{key}"), record.get(key)
         if compact is not None:
-            change = f"{compact / dense - 1:+.1%}".replace("-", "\N{MINUS SIGN}") if dense else ""
+            change = f"{compact / dense - 1:+.1%}" if dense else ""
             found.append(Figure(name, in_words(dense) if dense else "", in_words(compact), change, bool(dense)))
     for one in record.get("speed") or ():
         speed = Speed(**one)
         times = speed.dense_ms / speed.compact_ms
         name = f"Latency, batch {speed.batch}"
-        change = f"{times:.2f}\N{MULTIPLICATION SIGN} faster" if times >= 1.005 else "not faster"
+        change = f"{times:.2f}x faster" if times >= 1.005 else "not faster"
         found.append(Figure(name, f"{speed.dense_ms:.2f} ms", f"{speed.compact_ms:.2f} ms", change, times >= 1.005))
     return found
 
@@ -65,7 +65,7 @@ def _accuracy(record: dict[str, Any]) -> Figure:
     compact, dense = record["top1"], record.get("dense_top1")
     if dense is None:
         return Figure("Top-1 accuracy", "", f"{compact:.2f} %", "")
-    change = f"{compact - dense:+.2f} points".replace("-", "\N{MINUS SIGN}")
+    change = f"{compact - dense:+.2f} points"
     return Figure("Top-1 accuracy", f"{dense:.2f} %", f"{compact:.2f} %", change, compact >= dense or None)
 
 

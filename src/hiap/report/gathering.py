@@ -157,7 +157,9 @@ def gather(folder: Path) -> RunData:
     if begun:
         run.config = _yaml(folder / CONFIG)
         run.record = _object(folder / "report.json") or _last_record(folder)
-        run.state = "finished" if (folder / "report.json").is_file() else "running" if _in_use(folder) else "stopped"
+        run.state = "running" if _in_use(folder) else "stopped"
+        if (folder / "report.json").is_file() or saved:
+            run.state = "finished"
         run.metrics = _lines(folder / METRICS_FILE)
         run.snapshots = _lines(folder / GATES_FILE)
         run.starts = starts(folder)
@@ -185,7 +187,7 @@ def _missing(run: RunData, begun: bool) -> list[str]:
         doing = "is still running" if run.state == "running" else "was stopped before its end"
         missing.append(f"the run {doing}: final accuracy, speed and verification are not known yet")
     if not run.metrics:
-        missing.append("no epoch is finished yet")
+        missing.append("there is no record of an epoch")
     if not run.snapshots:
         dense = run.metrics and all(line.get("stage") == "dense" for line in run.metrics)
         why = "the search has not begun" if dense or not run.metrics else "an older version of hiap made this run"

@@ -113,8 +113,9 @@ def line_chart(
     else:
         axes.margins(y=0.08)
     _finish_axes(axes, stages, percent, log, axis=axis)
-    names = [(line.name, f"var(--c{line.colour})", "dot" if line.style == "o" else "line") for line in lines]
-    series = [
+    kinds = {"o": "dot", "--": "dash"}
+    names = [(line.name, f"var(--c{line.colour})", kinds.get(line.style, "line")) for line in lines]
+    series: list[dict[str, Any]] = [
         {"name": one.name, "colour": f"var(--c{one.colour})", "x": _round(one.x), "y": [show(v) for v in one.y]}
         for one in lines
     ]
@@ -122,7 +123,7 @@ def line_chart(
         names.append((level[0], "var(--muted)", "dash"))
         series.append({"name": level[0], "colour": "var(--muted)", "x": [0], "y": [show(level[1])], "level": True})
     hover = {"kind": "lines", "box": box, "end": last or 1, "axis": axis, "series": series}
-    return Chart(key, title, note, _svg(figure, key), width == WIDE, hover, names)
+    return Chart(key, title, note, _svg(figure, key), width == WIDE, hover, names if len(names) > 1 else [])
 
 
 def heat_chart(
@@ -200,9 +201,9 @@ def _finish_axes(
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     else:
         axes.yaxis.set_major_locator(MaxNLocator(5))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}" if percent else f"{value:g}"))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}" if percent else _short(value)))
     end = axes.get_xlim()[1]
-    for i, (name, begin) in enumerate(stages):
+    for i, (name, begin) in enumerate(stages if len(stages) > 1 else ()):
         if begin >= end:
             continue
         if begin > 0:
@@ -230,6 +231,11 @@ def _svg(figure: Any, key: str) -> str:
     for drawn, given in COLOURS.items():
         text = text.replace(drawn, given)
     return re.sub(r"\n\s*", "\n", text)
+
+
+def _short(value: float) -> str:
+    """A number on an axis: 0.00075 as 7.5e-4."""
+    return f"{value:g}" if value == 0 or abs(value) >= 0.01 else f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-")
 
 
 def _round(values: Sequence[float]) -> list[float]:

@@ -6,11 +6,21 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 __all__ = ["Browser", "find_browser"]
+
+# Becomes the browser, which reads from 3 and writes to 4.
+PASS = """
+import fcntl, os, sys
+pipes = [fcntl.fcntl(int(one), fcntl.F_DUPFD, 10) for one in sys.argv[1:3]]
+for number, pipe in enumerate(pipes, 3):
+    os.dup2(pipe, number)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 def find_browser() -> str | None:
@@ -26,10 +36,10 @@ class Browser:
         assert program is not None
         to_read, self._write = os.pipe()
         self._read, to_write = os.pipe()
-        script = 'exec "$0" "$@" 3<&%d 4>&%d' % (to_read, to_write)  # noqa: UP031 (braces belong to the shell)
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run"]
         options += ["--disable-background-networking", "--hide-scrollbars", f"--user-data-dir={profile}"]
-        command = ["/bin/sh", "-c", script, program, *options, "about:blank"]
+        pipes = [str(to_read), str(to_write)]
+        command = [sys.executable, "-S", "-c", PASS, *pipes, program, *options, "about:blank"]
         self._process = subprocess.Popen(
             command, pass_fds=(to_read, to_write), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )

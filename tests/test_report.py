@@ -153,7 +153,7 @@ def test_without_matplotlib_the_page_has_everything_but_the_charts(run: Path, mo
         monkeypatch.setattr(f"hiap.report.{name}.why_not", lambda: "charts need matplotlib")
     page = report_text(gather_all(run), "run", "html")
     assert charts(page) == [] and "<li>Charts need matplotlib.</li>" in page
-    assert '<div class="network"' in page and "Macro decisions (heads and FFNs): 90 % were final at epoch" in page
+    assert '<div class="network"' in page and "Macro decisions (heads, FFNs): 90 % were final at epoch" in page
 
 
 def test_markdown_and_json_say_what_the_page_says(run: Path, tmp_path: Path) -> None:
@@ -214,8 +214,9 @@ def test_one_percent_names_the_widths_that_change() -> None:
         ]
     }
     assert one_percent(record) == [
-        "One percent less of the dense cost would change block 0: 64 neurons to 56. The estimated loss would be +5.0%.",
-        "One percent more of the dense cost would change nothing. The estimated loss would be about the same.",
+        "One percent less of the dense cost would change block 0: 64 neurons to 56. "
+        "The estimated loss would rise by 5.0%.",
+        "One percent more of the dense cost would change nothing. The estimated loss would stay about the same.",
     ]
     assert one_percent({}) == []
 

@@ -64,7 +64,7 @@ def course_charts(run: RunData) -> list[Chart]:
     stages, end, key, charts = _stages(run), run.metrics[-1]["at"], run.metric, []
     label = "Accuracy" if key == "top1" else "Feature error"
     scored = _line("gates hard" if run.snapshots else "compact", run.metrics, key, 1)
-    soft = list(_line("gates soft", run.metrics, f"soft_{key}", 2, "o"))
+    soft = _line("gates soft", [*_soft_ends(run), *run.metrics], f"soft_{key}", 2, "o")
     if scored:
         dense = run.record.get("dense_top1") if key == "top1" else None
         note = "On the validation images. Hard: every gate open or closed, as in the network that is saved."
@@ -100,11 +100,11 @@ def course_charts(run: RunData) -> list[Chart]:
             line_chart(f"{run_key(run)}-lr", "Learning rate", "At the end of each epoch.", rate, stages=stages, end=end)
         )
     if run.snapshots:
-        charts.append(_undecided(run, stages, end))
+        charts.append(_undecided(run))
     return charts
 
 
-def _undecided(run: RunData, stages: Sequence[tuple[str, float]], end: float) -> Chart:
+def _undecided(run: RunData) -> Chart:
     """The share of gates that have not made up their mind."""
     shares = []
     for one in run.snapshots:
@@ -114,13 +114,21 @@ def _undecided(run: RunData, stages: Sequence[tuple[str, float]], end: float) ->
     return line_chart(
         f"{run_key(run)}-undecided",
         "Undecided gates",
-        "Share of all gates whose probability is between 0.05 and 0.95.",
+        "Over the search: share of all gates whose probability is between 0.05 and 0.95.",
         [line],
-        stages=stages,
         percent=True,
         show=lambda value: f"{value:.1%}",
-        end=end,
+        start=line.x[0],
     )
+
+
+def _soft_ends(run: RunData) -> list[dict[str, Any]]:
+    """Scores with soft gates at the first step of the search and at its last one."""
+    record, key, first = run.record, f"soft_{run.metric}", run.record.get("dense_epochs", 0)
+    found = [{"at": first, key: record[f"{key}_start"]}] if f"{key}_start" in record else []
+    if key in record and "freeze_step" in record and "steps_per_epoch" in record:
+        found.append({"at": first + record["freeze_step"] / record["steps_per_epoch"], key: record[key]})
+    return found
 
 
 def _wide(lines: Sequence[Line]) -> bool:
@@ -130,8 +138,10 @@ def _wide(lines: Sequence[Line]) -> bool:
 
 
 def _cost_charts(run: RunData, stages: Sequence[tuple[str, float]], end: float) -> list[Chart]:
-    charts = []
+    charts, start = [], 0.0
     entries = run.snapshots or run.metrics
+    if run.snapshots:  # what happens in the search alone is drawn over the search alone
+        stages, start, end = (), run.snapshots[0]["at"], run.snapshots[-1]["at"]
     hard, expected = ("hard", "expected") if run.snapshots else ("hard_macs", "expected_macs")
     lines = _line("budget at the time", entries, "allowed", 6, "--") + _line("expected", entries, expected, 2)
     lines += _line("hard", entries, hard, 1)
@@ -141,21 +151,29 @@ def _cost_charts(run: RunData, stages: Sequence[tuple[str, float]], end: float) 
             line_chart(
                 f"{run_key(run)}-cost",
                 "Cost, share of the dense model",
-                "Expected: every gate counts with its probability. Hard: the network that the gates would give now.",
+                "Over the search. Expected: gates count with their probability. Hard: the network they would give now.",
                 lines,
                 stages=stages,
                 percent=True,
                 level=("target", target) if target is not None else None,
                 show=lambda value: f"{value:.1%}",
+                start=start,
                 end=end,
             )
         )
     temperature = _line("temperature", entries, "temperature", 4)
     if temperature:
-        note = "Of the gates. As it falls, they turn from soft weights into decisions."
+        note = "Of the gates, over the search. As it falls, they turn from soft weights into decisions."
         charts.append(
             line_chart(
-                f"{run_key(run)}-temperature", "Temperature", note, temperature, stages=stages, end=end, log=True
+                f"{run_key(run)}-temperature",
+                "Temperature",
+                note,
+                temperature,
+                stages=stages,
+                start=start,
+                end=end,
+                log=True,
             )
         )
     return charts
@@ -185,7 +203,9 @@ def evolution_charts(run: RunData) -> list[Chart]:
         note = f"{int(counts[:, -1].sum())} of {sum(sizes)} are left, {lost:.0%} are gone."
         title = UNIT_NAMES[kind][0].upper() + UNIT_NAMES[kind][1:]
         rows = [str(i) for i in range(len(sizes))]
-        charts.append(heat_chart(f"{run_key(run)}-{kind}", title, note, times, rows, share, tips, width=WIDE))
+        charts.append(
+            heat_chart(f"{run_key(run)}-{kind}", title, note, times, rows, share, tips, side="block", width=WIDE)
+        )
     return charts
 
 
@@ -223,7 +243,7 @@ def gate_charts(run: RunData) -> list[Chart]:
 def decision_charts(run: RunData, decisions: Decisions) -> list[Chart]:
     """When decisions became final, and when closed units came back."""
     colours = {kind: i + 1 for i, kind in enumerate(UNIT_NAMES)}
-    stages, end = _stages(run), decisions.at[-1]
+    start, end = decisions.at[0], decisions.at[-1]
     lines = [
         Line(UNIT_NAMES[kind], decisions.at, share, colours[kind], "--" if kind in MACRO_UNITS else "-")
         for kind, share in decisions.final.items()
@@ -233,9 +253,9 @@ def decision_charts(run: RunData, decisions: Decisions) -> list[Chart]:
         "Decisions that are final",
         "Share of the units that are, from then on, as they are in the end. Dashed: macro (heads and FFNs).",
         lines,
-        stages=[one for one in stages if one[0] != "recover"],
         percent=True,
         show=lambda value: f"{value:.1%}",
+        start=start,
         end=end,
         width=WIDE,
     )
@@ -253,6 +273,7 @@ def decision_charts(run: RunData, decisions: Decisions) -> list[Chart]:
         note,
         back,
         show=lambda value: f"{value:.0f}",
+        start=start,
         end=end,
         width=WIDE,
     )

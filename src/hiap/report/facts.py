@@ -135,12 +135,13 @@ def decision_sentences(decisions: Decisions) -> list[str]:
     said = []
     for name, kinds in (("Macro", MACRO_UNITS), ("Micro", MICRO_UNITS)):
         most, every = (decisions.settled(kinds, share) for share in (0.9, 1.0))
-        if most is not None and every is not None:
-            named = " and ".join(UNIT_NAMES[kind] for kind in kinds if kind in decisions.units)
-            named = named if name == "Macro" else ", ".join(UNIT_NAMES[k] for k in kinds if k in decisions.units)
-            said.append(
-                f"{name} decisions ({named}): 90 % were final at epoch {most:.1f}, the last one at epoch {every:.1f}."
-            )
+        if most is None or every is None:
+            continue
+        course = f"90 % were final at epoch {most:.1f}, the last one at epoch {every:.1f}"
+        if every == decisions.at[0]:
+            course = "none changed during the search"
+        named = ", ".join(UNIT_NAMES[kind] for kind in kinds if kind in decisions.units)
+        said.append(f"{name} decisions ({named}): {course}.")
     back = [f"{n} {UNIT_NAMES[kind]}" for kind, n in decisions.returned.items() if n]
     said.append(f"Closed at some time and open in the end: {', '.join(back) or 'none'}.")
     return said

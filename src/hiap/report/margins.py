@@ -30,9 +30,15 @@ def one_percent(record: dict[str, Any]) -> list[str]:
         named = "; ".join(changes[:SHOWN]) + (f"; and {len(changes) - SHOWN} more" if len(changes) > SHOWN else "")
         said.append(
             f"One percent {'less' if less else 'more'} of the dense cost would change {named or 'nothing'}. "
-            f"The estimated loss would be {one['loss'] - 1:+.1%}.".replace("+0.0%", "about the same")
+            f"The estimated loss would {_moved(one['loss'] - 1)}."
         )
     return said
+
+
+def _moved(share: float) -> str:
+    if abs(share) < 0.0005:
+        return "stay about the same"
+    return f"{'rise' if share > 0 else 'fall'} by {abs(share):.1%}"
 
 
 def _changes(now: list[dict[str, Any]], then: list[dict[str, Any]]) -> list[str]:

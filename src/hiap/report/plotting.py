@@ -76,6 +76,7 @@ def line_chart(
     log: bool = False,
     level: tuple[str, float] | None = None,
     show: Callable[[float], str] = lambda value: f"{value:.4g}",
+    start: float = 0.0,
     end: float | None = None,
     axis: str = "epoch",
     width: int = WIDTH,
@@ -87,7 +88,7 @@ def line_chart(
         percent: values are shares, shown in percent.
         level: a name and a value to draw straight across.
         show: a value in words.
-        end: of the axis of epochs.
+        start, end: of the axis of epochs.
         axis: what it counts, if not epochs.
     """
     figure, axes, box = _axes(width, 168)
@@ -107,11 +108,15 @@ def line_chart(
         axes.axhline(level[1], color=INK, linewidth=1, linestyle=(0, (3, 3)))
     times = [x for line in lines for x in line.x]
     last = max([*times, end or 0.0])
-    axes.set_xlim(0, last or 1)
+    last = last if last > start else start + 1
+    axes.set_xlim(start, last)
     if log:
         axes.set_yscale("log")
     else:
         axes.margins(y=0.08)
+        if percent:
+            low, high = axes.get_ylim()
+            axes.set_ylim(max(low, -0.02), min(high, 1.03))
     _finish_axes(axes, stages, percent, log, axis=axis)
     kinds = {"o": "dot", "--": "dash"}
     names = [(line.name, f"var(--c{line.colour})", kinds.get(line.style, "line")) for line in lines]
@@ -122,7 +127,7 @@ def line_chart(
     if level is not None:
         names.append((level[0], "var(--muted)", "dash"))
         series.append({"name": level[0], "colour": "var(--muted)", "x": [0], "y": [show(level[1])], "level": True})
-    hover = {"kind": "lines", "box": box, "end": last or 1, "axis": axis, "series": series}
+    hover = {"kind": "lines", "box": box, "start": start, "end": last, "axis": axis, "series": series}
     return Chart(key, title, note, _svg(figure, key), width == WIDE, hover, names if len(names) > 1 else [])
 
 
@@ -137,6 +142,7 @@ def heat_chart(
     *,
     bottom_up: bool = False,
     ticks: Sequence[tuple[float, str]] | None = None,
+    side: str = "",
     width: int = WIDTH,
 ) -> Chart:
     """A field of cells, row by row over epochs; the stronger the colour, the greater the value.
@@ -147,6 +153,7 @@ def heat_chart(
         bottom_up: the first row is at the bottom.
         ticks: places between 0 (the start of the first row) and len(rows), and what stands there; the rows' own names
             by default.
+        side: what the rows are.
     """
     figure, axes, box = _axes(width, max(96, min(13 * len(rows), 260)) if not bottom_up else 130)
     columns = min(120, max(len(times) * 2, 40))
@@ -161,6 +168,7 @@ def heat_chart(
     each = max(1, -(-len(rows) // 14))
     marks = ticks or [(i + 0.5, name) for i, name in enumerate(rows) if i % each == 0]
     axes.set_yticks([place for place, _ in marks], [text for _, text in marks])
+    axes.set_ylabel(side, color=INK, fontsize=SIZE, labelpad=4)
     _finish_axes(axes, (), False, False, grid=False)
     hover = {"kind": "heat", "box": box, "start": first, "end": last, "x": _round(times), "up": bottom_up}
     return Chart(key, title, note, _svg(figure, key), width == WIDE, hover | {"tips": [list(row) for row in tips]})
@@ -189,7 +197,7 @@ def _finish_axes(
         axes.spines[side].set_color(FAINT)
     axes.tick_params(length=0, colors=INK, labelsize=SIZE, pad=4)
     axes.set_xlabel(axis, color=INK, fontsize=SIZE, labelpad=1, loc="right")
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=axes.get_xlim()[1] >= 3))
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=axes.get_xlim()[1] - axes.get_xlim()[0] >= 3))
     if not grid:
         return
     axes.grid(axis="y", color=FAINT, linewidth=0.8)
@@ -202,16 +210,18 @@ def _finish_axes(
     else:
         axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}" if percent else _short(value)))
-    end = axes.get_xlim()[1]
+    start, end = axes.get_xlim()
     for i, (name, begin) in enumerate(stages if len(stages) > 1 else ()):
-        if begin >= end:
+        until = min(stages[i + 1][1] if i + 1 < len(stages) else end, end)
+        if begin >= end or until <= start:
             continue
-        if begin > 0:
+        if begin > start:
             axes.axvline(begin, color=FAINT, linewidth=1)
-        until = stages[i + 1][1] if i + 1 < len(stages) else end
-        if (min(until, end) - begin) / end > 0.12:
+        if (until - begin) / (end - start) > 0.12:
             top = axes.get_xaxis_transform()
-            axes.text(begin + 0.012 * end, 1.02, name, transform=top, color=INK, fontsize=SIZE - 0.5, va="bottom")
+            axes.text(
+                begin + 0.012 * (end - start), 1.02, name, transform=top, color=INK, fontsize=SIZE - 0.5, va="bottom"
+            )
 
 
 def _svg(figure: Any, key: str) -> str:

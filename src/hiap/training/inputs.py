@@ -69,7 +69,7 @@ def environment(context: Context) -> dict[str, Any]:
     """The command of a run, when it began, and what it runs on."""
     names = ("hiap", "torch", "timm", "accelerate", "transformers", "numpy")
     return {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "hiap"), *sys.argv[1:]]),
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "device": device_name(context.device),
         "processes": context.world,

@@ -279,8 +279,7 @@ class Run:
             try:
                 line[key] = self._score()
                 if phase.scores_softly(line["epoch"]):
-                    phase.before_step()  # temperature and noise of the step, also where the run was taken up
-                    line[f"soft_{key}"] = self._score(soft=True)
+                    line[f"soft_{key}"] = self._soft_score()
             except Interrupted:
                 return False
         phase.keep(line)
@@ -297,15 +296,21 @@ class Run:
             self.context.accelerator.log(numbers, step=self._global_step())
         return True
 
-    def _score(self, soft: bool = False) -> float:
-        """Top-1 or feature error of the network as the pending epoch has left it; soft: with gates as in training.
+    def _score(self) -> float:
+        """Top-1 or feature error of the network as the pending epoch has left it.
 
         Raises:
             Interrupted: a signal came. Several processes do not stop here: they could not agree where.
         """
-        alone = self.context.world == 1
-        scores = self.phase.scores(soft, stop=lambda: alone and self.signals.number is not None)
-        return scores[self.config.metric.key]
+        return self.phase.scores(stop=self._signalled)[self.config.metric.key]
+
+    def _soft_score(self) -> float:
+        """The same with gates as in training: temperature and noise are those of the step, in a resumed run too."""
+        self.phase.before_step()
+        return self.phase.scores(soft=True, stop=self._signalled)[self.config.metric.key]
+
+    def _signalled(self) -> bool:
+        return self.context.world == 1 and self.signals.number is not None
 
     # -- state ----------------------------------------------------------------------------------------------------
 

@@ -119,11 +119,19 @@ def test_a_model_without_its_run_has_a_page_beside_its_folder(run: Path, tmp_pat
 def test_a_ladder_in_its_second_rung_shows_both(tmp_path: Path) -> None:
     made_run(tmp_path / "ladder" / "70%", 10, depth=2, share=0.7, target="70%")
     made_run(tmp_path / "ladder" / "50%", 10, depth=2, done=0.4, target="50%")
-    (tmp_path / "ladder" / "ladder.json").write_text(json.dumps({"rungs": ["70%", "50%"]}))
+    (tmp_path / "ladder" / "30%").mkdir()
+    (tmp_path / "ladder" / "30%" / "config.yaml").write_text("target: 30%\n")
+    listed = [("70%", "done"), ("50%", "running"), ("30%", "waiting")]
+    rungs = [{"target": target, "folder": target, "epochs": 10, "state": state} for target, state in listed]
+    (tmp_path / "ladder" / "ladder.json").write_text(json.dumps({"format": 1, "rungs": rungs}))
     page = write_report(tmp_path / "ladder").read_text()
-    assert re.findall("<summary>Rung (.*?)</summary>", page) == ["70%", "50%"]
-    rows = re.findall(r"<tr><td>(70%|50%)</td><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td>", page)
-    assert rows == [("70%", "70%", "finished", "79.20 %"), ("50%", "50%", "stopped", "-")]
+    assert re.findall("<summary>Size (.*?)</summary>", page) == ["70%", "50%"]
+    rows = re.findall(r"<tr><td>(\d0%)</td><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td>", page)
+    assert rows == [
+        ("70%", "70%", "finished", "79.20 %"),
+        ("50%", "50%", "stopped before the end", "-"),
+        ("30%", "30%", "not begun", "-"),
+    ]
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
     assert [
@@ -131,6 +139,7 @@ def test_a_ladder_in_its_second_rung_shows_both(tmp_path: Path) -> None:
     ] == [
         "70%",
         "50%",
+        "30%",
     ]
 
 

@@ -118,7 +118,7 @@ def test_logging_leaves_training_alone(
     runs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hiap.training.phases.log_snapshot", lambda *arguments: None)
-    monkeypatch.setattr(Search, "scores_softly", lambda self, epoch: False)
+    monkeypatch.setattr(Search, "soft_scores", lambda self, epoch, stop: {})
     started(tmp_path / "run").go()
     assert not (tmp_path / "run/gates.jsonl").exists()
     one, two = (load_file(run / "compact/model.safetensors") for run in (runs[0], tmp_path / "run"))

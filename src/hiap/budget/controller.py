@@ -181,20 +181,20 @@ class Controller:
         )
         return Topology(blocks, tuple(site.widths for site in self.sites))
 
-    def neighbours(self, share: float = 0.01) -> list[dict[str, Any]]:
+    def neighbours(self, distance: float) -> list[dict[str, Any]]:
         """The networks that budgets just below, at and just above the target would give; those that can be reached.
 
         Args:
-            share: of the dense cost, from one budget to the next.
+            distance: from one budget to the next, in the unit of the cost.
 
         Returns:
-            step from the target, budget, cost, padded widths, and estimated loss as a multiple of that at the target.
+            steps from the target, budget, cost, padded widths, and estimated loss as a multiple of that at the target.
         """
         found: list[dict[str, Any]] = []
         losses = self.allocation.losses(self._rounded_values())
         rows = torch.arange(len(losses))
-        for step in (-share, 0.0, share):
-            allowed = self.target + step * self.dense_cost
+        for step in (-1, 0, 1):
+            allowed = self.target + step * distance
             if self.low <= allowed < self.dense_cost:
                 chosen = self.allocation.settle(losses, allowed)
                 widths = self.allocation.widths(chosen)

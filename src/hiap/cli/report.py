@@ -60,6 +60,8 @@ def _written(folder: Path) -> str:
         from hiap.report.writing import write_report
 
         path, without = write_report(folder), why_not()
+        if (folder.parent / "ladder.json").is_file():
+            path = write_report(folder.parent)
     except Exception as error:
         run = shlex.quote(str(folder))
         return f"the report could not be written ({error}); `hiap report {run}` tries again"

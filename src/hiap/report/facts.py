@@ -8,7 +8,7 @@ from typing import Any
 
 from hiap.budget.cost import in_words
 from hiap.report.decisions import MACRO_UNITS, UNIT_NAMES, Decisions
-from hiap.report.gathering import RunData
+from hiap.report.gathering import STATES, RunData
 from hiap.speed.deployed import Speed
 from hiap.training.progress import clock
 
@@ -95,12 +95,12 @@ def ladder_table(runs: Sequence[RunData]) -> Table:
     rows = []
     for run in runs:
         by_name = {figure.name: figure for figure in figures(run)}
-        cells = [run.name, str(run.config.get("target", "-")), run.state]
+        cells = [run.name, str(run.config.get("target", "-")), STATES[run.state]]
         for name in ("Top-1 accuracy", "MACs", "Parameters"):
             cells.append(by_name[name].compact if name in by_name else "-")
         speeds = [f"{figure.compact} ({figure.change})" for name, figure in by_name.items() if "Latency" in name]
         rows.append([*cells, speeds[-1] if speeds else "-"])
-    return Table(["rung", "target", "state", "top-1", "MACs", "parameters", "latency, largest batch"], rows)
+    return Table(["size", "target", "state", "top-1", "MACs", "parameters", "latency, largest batch"], rows)
 
 
 def verification(run: RunData) -> list[str]:

@@ -26,6 +26,7 @@ STATES = {
     "finished": "finished",
     "running": "still running",
     "stopped": "stopped before the end",
+    "waiting": "not begun",
     "model": "a saved model without its run",
 }
 
@@ -83,6 +84,12 @@ class RunData:
     def dense(self) -> list[Widths]:
         return [block.dense for block in self.blocks]
 
+    @property
+    def searched(self) -> list[Widths]:
+        """The widths of the network that the search began with; on a lower rung it is not the dense model."""
+        known = self.record.get("search_widths") or []
+        return [Widths(**widths) for widths in known] or self.dense
+
     def numbers(self) -> dict[str, Any]:
         """The headline as JSON values: dense against compact; what is not known is left out."""
         record, saved = self.record, self.saved
@@ -106,35 +113,30 @@ class RunData:
 
 
 def gather_all(folder: Path) -> list[RunData]:
-    """The run in a folder, or the rungs of the ladder in it: the one with the largest target first.
+    """The run in a folder, or the rungs of the ladder in it, in its order: the largest model first.
 
     Raises:
         InputError: there is neither a run nor a model.
     """
     if not folder.is_dir():
         raise InputError(f"{folder}: there is no such folder")
-    if (folder / LADDER).is_file():
-        rungs = [one for one in sorted(folder.iterdir()) if one.is_dir() and (one / CONFIG).is_file()]
-        order = (folder / LADDER).read_text(errors="replace")
-        found = [gather(one) for one in rungs]
-        if not found:
-            raise InputError(f"{folder} holds a ladder without a rung: wait until its first run has begun")
-        return sorted(found, key=lambda run: (_place(order, run.name), -_share(run)))
-    return [gather(folder)]
-
-
-def _place(order: str, name: str) -> int:
-    """Where a ladder names a rung; last where it does not."""
-    place = order.find(json.dumps(name))
-    return place if place >= 0 else len(order)
-
-
-def _share(run: RunData) -> float:
-    text = str(run.config.get("target", ""))
-    try:
-        return float(text.removesuffix("%"))
-    except ValueError:
-        return 0.0
+    if not (folder / LADDER).is_file():
+        return [gather(folder)]
+    listed = _object(folder / LADDER).get("rungs")
+    if not isinstance(listed, list):
+        raise InputError(f"{folder / LADDER} is damaged: it must list the rungs of the ladder; put it back")
+    found = []
+    for one in listed:
+        path = folder / str(one.get("folder", "")) if isinstance(one, dict) else folder / str(one)
+        if not (path / CONFIG).is_file():
+            continue
+        run = gather(path)
+        if isinstance(one, dict) and one.get("state") == "waiting":
+            run.state = "waiting"
+        found.append(run)
+    if not found:
+        raise InputError(f"{folder} holds a ladder without a rung: wait until its first run has begun")
+    return found
 
 
 def gather(folder: Path) -> RunData:
@@ -218,19 +220,21 @@ def _blocks(run: RunData, compact: Path) -> list[BlockView]:
     if not run.snapshots:
         every = [tuple(range(w.heads or 0)) for w in dense]
         return [_view(i, w, w, heads, size) for i, (w, heads) in enumerate(zip(dense, every, strict=True))]
-    return _seen(run.snapshots[-1], dense, size)
+    return _seen(run.snapshots[-1], dense, run.searched or dense, size)
 
 
-def _seen(last: dict[str, Any], dense: Sequence[Widths], size: dict[str, Any] | None) -> list[BlockView]:
+def _seen(
+    last: dict[str, Any], dense: Sequence[Widths], searched: Sequence[Widths], size: dict[str, Any] | None
+) -> list[BlockView]:
     """The network as the gates last were: open units, with the mean width of open heads, rounded up."""
-    open_heads, start, views = np.flatnonzero(unpack(last["decisions"], dense)["heads"]), 0, []
-    for i, widths in enumerate(dense):
-        end = start + (widths.heads or 0)
+    open_heads, start, views = np.flatnonzero(unpack(last["decisions"], searched)["heads"]), 0, []
+    for i, (widths, before) in enumerate(zip(dense, searched, strict=True)):
+        end = start + (before.heads or 0)
         heads = tuple(int(h) - start for h in open_heads if start <= h < end)
         many = max(len(heads), 1)
         queries, values = (-(-last[kind][i] // many) for kind in ("qk_dims", "value_dims"))
-        neurons = None if widths.neurons is None else last["neurons"][i]
-        now = Widths(None if widths.heads is None else len(heads), queries, values, neurons)
+        neurons = None if before.neurons is None else last["neurons"][i]
+        now = Widths(None if before.heads is None else len(heads), queries, values, neurons)
         views.append(_view(i, widths, now, heads, size))
         start = end
     return views

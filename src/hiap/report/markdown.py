@@ -17,10 +17,10 @@ def markdown_of(runs: Sequence[RunData], title: str) -> str:
     parts = [f"# {title}"]
     alone = len(runs) == 1 and runs[0].name == title
     if not alone:
-        parts += ["## The ladder", _table(ladder_table(runs))]
-    for run in runs:
+        parts += ["## All sizes", _table(ladder_table(runs))]
+    for run in [one for one in runs if one.state != "waiting"]:
         if not alone:
-            parts.append(f"## Rung {run.name}")
+            parts.append(f"## Size {run.name}")
         parts += _run(run, "##" if alone else "###")
     return "\n\n".join(parts) + "\n"
 
@@ -34,7 +34,7 @@ def _run(run: RunData, level: str) -> list[str]:
     rows = [(one.name, one.dense, one.compact, one.change) for one in figures(run)]
     if rows:
         parts.append(_table(Table(("", "dense", "compact", ""), rows)))
-    decisions = decisions_of(run.snapshots, run.dense) if run.blocks else None
+    decisions = decisions_of(run.snapshots, run.searched) if run.blocks else None
     if decisions is not None:
         parts += [f"{level} When it was decided", _list(decision_sentences(decisions))]
     if run.blocks:

@@ -16,13 +16,14 @@ def page_of(runs: Sequence[RunData], title: str) -> str:
     """The page of a run, or of the rungs of a ladder."""
     room = files("hiap.report")
     style, script = ((room / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    begun = [run for run in runs if run.state != "waiting"]
     if len(runs) == 1 and runs[0].name == title:
         body = run_sections(runs[0])
     else:
         rungs = [
-            f'<details class="rung"{" open" if run is runs[-1] else ""}><summary>Rung {escape(run.name)}</summary>'
+            f'<details class="rung"{" open" if run is begun[-1] else ""}><summary>Size {escape(run.name)}</summary>'
             f"{run_sections(run)}</details>"
-            for run in runs
+            for run in begun
         ]
         body = ladder_section(runs) + "".join(rungs)
     return (
@@ -30,6 +31,7 @@ def page_of(runs: Sequence[RunData], title: str) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
         f"<title>{escape(title)} \N{MIDDLE DOT} HiAP report</title><style>{style}</style></head>"
-        f"<body><main>{header(runs, title)}{body}<footer>Made by HiAP. This file needs nothing else.</footer></main>"
+        f"<body><main>{header(begun or runs, title)}{body}"
+        "<footer>Made by HiAP. This file needs nothing else.</footer></main>"
         f'<div id="tip" role="status" hidden></div><script>{script}</script></body></html>\n'
     )

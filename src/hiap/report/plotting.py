@@ -17,7 +17,7 @@ import numpy as np
 __all__ = ["WIDE", "WIDTH", "Chart", "Line", "heat_chart", "line_chart", "why_not"]
 
 WIDTH, WIDE = 340, 420  # points: of a chart of three in a row, and of two
-LEFT, RIGHT, TOP, BOTTOM = 44, 10, 18, 32
+LEFT, RIGHT, TOP, BOTTOM = 44, 14, 18, 32
 SIZE = 10  # of text
 COLOURS = {f"#a1b2c{i}": f"var(--c{i})" for i in range(1, 7)}  # what is drawn -> what the page gives
 INK, FAINT = "#a1b2d1", "#a1b2d2"
@@ -31,7 +31,7 @@ class Line:
 
     Attributes:
         colour: 1 to 6.
-        style: of matplotlib; "o" is points alone.
+        style: of matplotlib; "o" is points alone, "o-" points on a line.
     """
 
     name: str
@@ -99,8 +99,8 @@ def line_chart(
             line.y,
             color=f"#a1b2c{line.colour}",
             linewidth=1.6,
-            linestyle="none" if dots else line.style,
-            marker="o" if dots else None,
+            linestyle="none" if dots else line.style.removeprefix("o"),
+            marker="o" if dots or line.style == "o-" else None,
             markersize=4,
             solid_capstyle="round",
         )

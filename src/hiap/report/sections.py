@@ -38,29 +38,30 @@ def header(runs: Sequence[RunData], title: str) -> str:
 
 
 def ladder_section(runs: Sequence[RunData]) -> str:
-    """All rungs in one table, with accuracy against MACs where there are two or more."""
+    """All sizes in one table, with accuracy against MACs where there are two or more."""
     done = [run for run in runs if run.record.get("top1") is not None and run.record.get("dense_macs")]
     charts = []
     if len(done) > 1 and why_not() is None:
         shares = [run.record["macs"] / run.record["dense_macs"] for run in done]
         order = sorted(range(len(done)), key=lambda i: shares[i])
         scores = [done[i].record["top1"] for i in order]
-        line = Line("compact", [100 * shares[i] for i in order], scores, 1)
-        dots = Line("rungs", line.x, line.y, 2, "o")
+        line = Line("compact models", [100 * shares[i] for i in order], scores, 1, "o-")
         dense = done[0].record.get("dense_top1")
         charts.append(
             line_chart(
                 "ladder-accuracy",
                 "Accuracy over cost, both in percent",
                 "Top-1 on the validation images, over MACs as a share of the dense model.",
-                [line, dots],
+                [line],
                 level=("dense model", dense) if dense is not None else None,
                 show=lambda value: f"{value:.2f} %",
+                start=max(0.0, 10 * (line.x[0] // 10) - 10),
+                end=100.0,
                 axis="MACs, percent of dense",
                 width=WIDE,
             )
         )
-    return _section("The ladder", _table("ladder", ladder_table(runs)) + _grid(charts), "Every rung is a whole run.")
+    return _section("All sizes", _table("sizes", ladder_table(runs)) + _grid(charts), "Each size is a run of its own.")
 
 
 def run_sections(run: RunData) -> str:
@@ -123,7 +124,9 @@ def _network(run: RunData) -> str:
         "q/k dims that are kept; point at it for the numbers."
     )
     if run.state not in ("finished", "model"):
-        lead += " This is how the gates stand now; nothing is decided yet." if run.snapshots else ""
+        decided = "freeze_step" in run.record
+        now = "The widths are final." if decided else "This is how the gates stand now; they are still deciding."
+        lead += f" {now}" if run.snapshots else ""
     parts = [_section("The network", draw_network(run.blocks), lead)]
     if charts:
         lead = "What every block keeps over the search. The stronger the colour, the more is kept."
@@ -139,7 +142,7 @@ def _learning(run: RunData) -> str:
 def _gates(run: RunData) -> str:
     if not run.snapshots or not run.blocks:
         return ""
-    decisions = decisions_of(run.snapshots, run.dense)
+    decisions = decisions_of(run.snapshots, run.searched)
     drawn = why_not() is None
     parts = []
     if decisions is not None:

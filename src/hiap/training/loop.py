@@ -28,7 +28,7 @@ from hiap.training.phase import Phase
 from hiap.training.phases import Dense, Recover, Search, restore, score_dense
 from hiap.training.progress import Progress, Stopwatch, epoch_line
 from hiap.training.result import Result, finish
-from hiap.training.run_folder import GATES_FILE, RunFolder, checkpoints, load_checkpoint, load_dense, logged
+from hiap.training.run_folder import RunFolder, checkpoints, load_checkpoint, load_dense, logged
 from hiap.training.signals import Signals
 
 __all__ = ["Result", "Run", "prune"]
@@ -111,7 +111,7 @@ class Run:
         context.record |= inputs_record(context)
         self.seconds = 0.0
         self.pending: dict[str, Any] | None = None
-        self.signals = Signals(loud=context.main)
+        self.signals = Signals(context.main, alone=context.world == 1)
         self.progress = Progress(context.main, context.first + context.stop)
         context.say = self.progress.say if context.main else lambda text: None
 
@@ -278,8 +278,7 @@ class Run:
         if key not in line and (line["epoch"] % self.config.eval_every == 0 or phase.step >= phase.course_end):
             try:
                 line[key] = self._score()
-                if phase.scores_softly(line["epoch"]):
-                    line[f"soft_{key}"] = self._soft_score()
+                line |= phase.soft_scores(line["epoch"], self.signals.asked)
             except Interrupted:
                 return False
         phase.keep(line)
@@ -302,15 +301,7 @@ class Run:
         Raises:
             Interrupted: a signal came. Several processes do not stop here: they could not agree where.
         """
-        return self.phase.scores(stop=self._signalled)[self.config.metric.key]
-
-    def _soft_score(self) -> float:
-        """The same with gates as in training: temperature and noise are those of the step, in a resumed run too."""
-        self.phase.before_step()
-        return self.phase.scores(soft=True, stop=self._signalled)[self.config.metric.key]
-
-    def _signalled(self) -> bool:
-        return self.context.world == 1 and self.signals.number is not None
+        return self.phase.scores(stop=self.signals.asked)[self.config.metric.key]
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -345,16 +336,14 @@ class Run:
                 f"checkpoint {self._last()} is damaged ({type(error).__name__}: {error}); remove it to start again"
             ) from error
         if self.folder is not None:
-            self.folder.rewind(self._global_step() + (0 if self.pending else 1))
-            self.folder.rewind(self._global_step() + 1, GATES_FILE)
+            self.folder.rewind(self._global_step(), self.pending is not None)
         self.context.say(f"resumed at step {self._global_step()}, in the {self.phase.name} stage")
 
     def begin(self) -> None:
         """Enter the first phase."""
         parts = self.parts
         if self.folder is not None:
-            self.folder.rewind(0)
-            self.folder.rewind(0, GATES_FILE)
+            self.folder.rewind(-1)
             for line in parts.lines():
                 self.progress.say(line)
             parts.warn()

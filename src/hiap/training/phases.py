@@ -28,7 +28,7 @@ from hiap.training.features import FeatureObjective
 from hiap.training.objective import Teacher, cost_terms, feasibility_terms
 from hiap.training.optimizer_state import carry_optimizer
 from hiap.training.phase import Phase, Tensors, Values, part
-from hiap.training.snapshots import SNAPSHOTS, log_snapshot
+from hiap.training.snapshots import SNAPSHOTS, log_snapshot, whole_cost
 
 __all__ = ["SOFT_SCORES", "Dense", "Recover", "Search", "align", "projection_interval", "restore", "score_dense"]
 
@@ -198,11 +198,14 @@ class Search(Phase):
             controller.project(allowed, schedule.sharpness(after))
             self.facts |= self.context.facts(controller.widths)
 
-    def scores_softly(self, epoch: int) -> bool:
+    def soft_scores(self, epoch: int, stop: Callable[[], bool]) -> dict[str, float]:
         """A few times in the search, evenly spread: it is a whole evaluation."""
-        every = self.context.config.eval_every
+        every, key = self.context.config.eval_every, self.context.config.metric.key
         evaluated = self.end // (every * self.context.per_epoch)
-        return epoch // every % -(-evaluated // SOFT_SCORES) == 0 if evaluated else False
+        if not evaluated or epoch // every % -(-evaluated // SOFT_SCORES):
+            return {}
+        self.before_step()  # temperature and noise are those of the step, in a run that was taken up too
+        return {f"soft_{key}": self.scores(soft=True, stop=stop)[key]}
 
     def widths(self) -> list[Widths]:
         """The padded widths of the network, gates hardened."""
@@ -227,7 +230,9 @@ class Search(Phase):
         found: Values = {"freeze_step": self.step, f"soft_{key}": self.scores(soft=True)[key]}
         topology = self.controller.decide() if self.controller is not None else harden(network)
         log_snapshot(context, network, self.step, topology, self.controller)
-        found["neighbours"] = self.controller.neighbours() if self.controller is not None else []
+        found["neighbours"] = (
+            self.controller.neighbours(0.01 * whole_cost(context)) if self.controller is not None else []
+        )
         measured = {name: value for name, value in self.measured().items() if name != "temperature"}
         for model in [network, *([self.ema.module] if self.ema is not None else [])]:
             for gate in gates(model):

@@ -127,12 +127,17 @@ class RunFolder:
         except OSError as error:
             raise RunError(f"{self.path / name} cannot be written: {error}") from error
 
-    def rewind(self, step: int, name: str = METRICS_FILE) -> None:
-        """Drop what metrics.jsonl says of the steps from this one on: they will be done again."""
-        file = self.path / name
-        if file.exists():
-            kept = [line for line in file.read_text(errors="replace").splitlines() if _step_of(line) < step]
-            write_text(file, "".join(line + "\n" for line in kept))
+    def rewind(self, done: int, pending: bool = False) -> None:
+        """Drop what is said of later steps than so many: they will be done again.
+
+        Args:
+            pending: the epoch that ended with the last of them is still to be evaluated, so its metrics go too.
+        """
+        for name, last in ((METRICS_FILE, done - pending), (GATES_FILE, done)):
+            file = self.path / name
+            if file.exists():
+                kept = [line for line in file.read_text(errors="replace").splitlines() if _step_of(line) <= last]
+                write_text(file, "".join(line + "\n" for line in kept))
 
     def save_dense(self, tensors: dict[str, Tensor]) -> None:
         """Write the weights of the dense model, which the search begins with.

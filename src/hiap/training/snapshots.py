@@ -9,6 +9,7 @@ import base64
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
@@ -24,13 +25,18 @@ from hiap.pruning.topology import Topology
 from hiap.training.context import Context
 from hiap.training.run_folder import GATES_FILE
 
-__all__ = ["BINS", "SNAPSHOTS", "UNITS", "log_snapshot", "snapshot", "unpack"]
+__all__ = ["BINS", "SNAPSHOTS", "UNITS", "log_snapshot", "snapshot", "unpack", "whole_cost"]
 
 SNAPSHOTS = 60  # in a search, about
 BINS = 20  # of a histogram of probabilities, of equal width
 UNITS = ("heads", "value_dims", "qk_dims", "ffns", "neurons")  # in the order in which decisions are packed
 
 Masks = dict[str, "np.ndarray[Any, np.dtype[np.bool_]]"]
+
+
+def whole_cost(context: Context) -> float:
+    """Cost of the dense model, in the unit of the run."""
+    return context.parts.cost.of_widths(context.parts.model, [site.widths for site in context.parts.sites])
 
 
 @torch.no_grad()
@@ -45,7 +51,9 @@ def log_snapshot(
     if context.folder is None:
         return
     cost, model, schedule = context.parts.cost, context.parts.model, context.schedule
-    dense = cost.of_widths(model, topology.dense)
+    dense = whole_cost(context)
+    if step == 0:
+        context.record["search_widths"] = [asdict(one) for one in topology.dense]
     line: dict[str, Any] = {
         "step": context.first + step,
         "epoch": round(step / context.per_epoch, 4),
@@ -56,7 +64,7 @@ def log_snapshot(
         line["expected"] = float(cost.total(Counts(**{k: c.cpu() for k, c in vars(expected_counts(network)).items()})))
         line["expected"] /= dense
     if controller is not None:
-        line["allowed"] = schedule.budget(step, dense, controller.target) / dense
+        line["allowed"] = schedule.budget(step, controller.dense_cost, controller.target) / dense
         line["target"] = controller.target / dense
     context.folder.log(line | snapshot(network, topology), GATES_FILE)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hiap.budget.cost import in_words
@@ -42,6 +42,8 @@ class Table:
 def figures(run: RunData) -> list[Figure]:
     """Dense against compact, as far as it is known."""
     record, found = run.numbers(), []
+    if run.state in ("running", "stopped"):
+        found += _so_far(run)
     if "top1" in record:
         found.append(_accuracy(record))
     elif "error" in record:
@@ -58,6 +60,26 @@ def figures(run: RunData) -> list[Figure]:
         name = f"Latency, batch {speed.batch}"
         change = f"{times:.2f}x faster" if times >= 1.005 else "not faster"
         found.append(Figure(name, f"{speed.dense_ms:.2f} ms", f"{speed.compact_ms:.2f} ms", change, times >= 1.005))
+    return found
+
+
+def _so_far(run: RunData) -> list[Figure]:
+    """Where a run stands that has not finished."""
+    if not run.metrics:
+        return []
+    last, dense, found = run.metrics[-1], run.record.get("dense_macs"), []
+    total = run.config.get("epochs")
+    if last.get("stage") == "dense":
+        total = run.record.get("dense_epochs")
+    stage = f"in the {last.get('stage', 'present')} stage"
+    found.append(Figure("Epochs done", "", f"{last.get('epoch', 0)}" + (f" of {total}" if total else ""), stage))
+    scored = next((line for line in reversed(run.metrics) if "top1" in line), None)
+    if scored is not None and last.get("stage") != "dense":
+        accuracy = _accuracy({"top1": scored["top1"], "dense_top1": run.record.get("dense_top1")})
+        found.append(replace(accuracy, name=f"{accuracy.name} so far"))
+    if dense and "hard_macs" in last:
+        share = last["hard_macs"]
+        found.append(Figure("MACs so far", in_words(dense), in_words(share * dense), f"{share - 1:+.1%}", share < 1))
     return found
 
 

@@ -167,10 +167,23 @@ def gather(folder: Path) -> RunData:
         run.starts = starts(folder)
         pictures = _json(folder / MISTAKES)
         run.pictures = [one for one in pictures if isinstance(one, dict)] if isinstance(pictures, list) else []
+    run.snapshots = [one for one in run.snapshots if _whole(one, run)]
     _place_in_time(run)
     run.blocks = _blocks(run, compact)
     run.missing = _missing(run, begun)
     return run
+
+
+def _whole(line: dict[str, Any], run: RunData) -> bool:
+    """Whether a snapshot can be read, and is of this model."""
+    widths = [Widths(**one) for one in run.record.get("search_widths") or run.record.get("dense_widths") or []]
+    if not widths and run.saved:
+        widths = [Widths(**one) for one in run.saved.get("dense", [])]
+    try:
+        unpack(line["decisions"], widths)
+        return all(len(line[kind]) == len(widths) for kind in ("heads", "value_dims", "qk_dims", "neurons"))
+    except (KeyError, TypeError, ValueError):
+        return False
 
 
 def _place_in_time(run: RunData) -> None:

@@ -47,7 +47,8 @@ for (const figure of document.querySelectorAll(".chart")) {
     if (data.kind === "lines") {
       const times = [...new Set(data.series.filter((one) => !one.level).flatMap((one) => one.x))];
       shown = times[nearest(times, x)];
-      const rows = data.series.map((one) => [one.colour, one.name + " " + one.y[one.level ? 0 : nearest(one.x, shown)]]);
+      const known = data.series.filter((one) => one.level || one.x.includes(shown));
+      const rows = known.map((one) => [one.colour, one.name + " " + one.y[one.level ? 0 : one.x.indexOf(shown)]]);
       show(event, axis + " " + +shown.toFixed(2), rows);
     } else {
       const row = Math.min(Math.max(Math.floor((data.up ? 1 - down : down) * data.tips.length), 0), data.tips.length - 1);

@@ -7,7 +7,18 @@ from pathlib import Path
 import hiap
 
 SOURCE = Path(hiap.__file__).parent
-ROOMS = ("nn", "models", "pruning", "budget", "speed", "export", "data", "training", "cli")  # from the ground up
+ROOMS = (
+    "nn",
+    "models",
+    "pruning",
+    "budget",
+    "speed",
+    "export",
+    "data",
+    "training",
+    "report",
+    "cli",
+)  # from the ground up
 GROUND = ("errors", "atomic")  # files that every room may import
 RESOURCES = ("configs", "topologies")  # folders without code
 ROOF = ("__init__", "__main__", "registration")  # and those that no room may

@@ -155,7 +155,9 @@ class TestWords:
             f"  hiap info '{out}'",
             f"  hiap evaluate '{out}' --data {photos} --val-split 0.25",
             f"  hiap bench '{out}'",
+            f"report: {out}/report.html",
         ]
+        assert "Decisions that are final" in (out / "report.html").read_text()
         assert max(map(len, text.split("saved in")[0].splitlines())) <= 80
         scores = json.loads((out / "report.json").read_text())
         for command in (["info", str(out)], ["evaluate", str(out), "--data", photos, "--val-split", "0.25"]):

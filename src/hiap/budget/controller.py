@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -172,7 +174,7 @@ class Controller:
         decided alike, whatever the last bits of a run say. Runs whose values agree to some digits (one process against
         two) mostly agree in the topology, but not always: two units can lie just where one is cut.
         """
-        values = [{kind: _rounded(value) for kind, value in block.items()} for block in self.values()]
+        values = self._rounded_values()
         losses = self.allocation.losses(values)
         widths = self.allocation.widths(self.allocation.settle(losses, self.target))
         blocks = tuple(
@@ -180,6 +182,33 @@ class Controller:
             for site, now, block in zip(self.sites, widths, values, strict=True)
         )
         return Topology(blocks, tuple(site.widths for site in self.sites))
+
+    def neighbours(self, distance: float) -> list[dict[str, Any]]:
+        """The networks that budgets just below, at and just above the target would give; those that can be reached.
+
+        Args:
+            distance: from one budget to the next, in the unit of the cost.
+
+        Returns:
+            steps from the target, budget, cost, padded widths, and estimated loss as a multiple of that at the target.
+        """
+        found: list[dict[str, Any]] = []
+        losses = self.allocation.losses(self._rounded_values())
+        rows = torch.arange(len(losses))
+        for step in (-1, 0, 1):
+            allowed = self.target + step * distance
+            if self.low <= allowed < self.dense_cost:
+                chosen = self.allocation.settle(losses, allowed)
+                widths = self.allocation.widths(chosen)
+                cost = self.cost.of_widths(self.model, widths)
+                lost = float(losses[rows, chosen].sum())
+                found.append({"step": step, "allowed": allowed, "cost": cost, "loss": lost})
+                found[-1]["widths"] = [asdict(one) for one in widths]
+        at = next(one["loss"] for one in found if not one["step"]) or 1.0
+        return [{**one, "loss": one["loss"] / at} for one in found]
+
+    def _rounded_values(self) -> list[Values]:
+        return [{kind: _rounded(value) for kind, value in block.items()} for block in self.values()]
 
     def values(self) -> list[Values]:
         """What is lost with each movable unit, in CPU float64."""

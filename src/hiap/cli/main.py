@@ -21,12 +21,15 @@ from typing import Any
 from hiap.cli import (
     bench_command,
     demo_command,
+    diff_command,
     evaluate_command,
     export_command,
     info_command,
+    inspect_command,
     measure_command,
     plan_command,
     prune_command,
+    report_command,
 )
 from hiap.errors import HiapError
 
@@ -37,7 +40,10 @@ COMMANDS: dict[str, ModuleType] = {
     "demo": demo_command,
     "plan": plan_command,
     "evaluate": evaluate_command,
+    "report": report_command,
     "info": info_command,
+    "inspect": inspect_command,
+    "diff": diff_command,
     "bench": bench_command,
     "measure": measure_command,
     "export": export_command,

@@ -50,6 +50,22 @@ def report(result: Any) -> None:
     print(f"  hiap info {run}")
     print(f"  hiap evaluate {run} {evaluation_options(config)}")
     print(f"  hiap bench {run}")
+    print(_written(result.folder.parent))
+
+
+def _written(folder: Path) -> str:
+    """Write the page of the run; a run that is finished must not fail for its report."""
+    try:
+        from hiap.report.plotting import why_not
+        from hiap.report.writing import write_report
+
+        path, without = write_report(folder), why_not()
+        if (folder.parent / "ladder.json").is_file():
+            path = write_report(folder.parent)
+    except Exception as error:
+        run = shlex.quote(str(folder))
+        return f"the report could not be written ({error}); `hiap report {run}` tries again"
+    return f"report: {path}" + (f" (without charts: {without})" if without else "")
 
 
 def evaluation_options(config: Config) -> str:

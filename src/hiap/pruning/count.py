@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from hiap.nn.rotary import by_dim
 from hiap.pruning.attach import gates_by_block, is_gated
 from hiap.pruning.topology import Topology, harden
 
-__all__ = ["Counts", "block_macs", "expected_counts", "hard_counts", "macs", "macs_of_widths"]
+__all__ = ["Counts", "block_macs", "expected_counts", "geometry", "hard_counts", "macs", "macs_of_widths"]
 
 
 def macs(model: nn.Module, img_size: ImageSize = None, round_to: int = 1) -> int:
@@ -51,6 +52,18 @@ def block_macs(n: int, dim: int, widths: Widths, glu: bool = False) -> int:
     per_dim = 2 * n * dim + n * n  # two projections (q and k, or v and out) and one product with the N x N map
     attention = (widths.heads or 0) * (widths.qk_dim + widths.value_dim) * per_dim
     return attention + (widths.neurons or 0) * (2 + glu) * n * dim
+
+
+def geometry(model: nn.Module) -> dict[str, Any]:
+    """What the MACs of a network depend on besides its widths, as JSON values: see `block_macs`."""
+    family = family_of(model)
+    found = family.sites(model)
+    return {
+        "tokens": family.tokens(model),
+        "fixed_macs": family.fixed_macs(model),
+        "dims": [site.dim for site in found],
+        "glu": [bool(site.glu) for site in found],
+    }
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import platform
+import shlex
+import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +20,22 @@ from torch import Tensor, nn
 from hiap.budget.latency import LatencyTable
 from hiap.errors import RunError
 from hiap.models.registry import family_of
+from hiap.pruning.count import geometry
 from hiap.pruning.saving import digest_tensors
+from hiap.speed.clock import device_name
 from hiap.training.context import Context
 from hiap.training.run_folder import checkpoints
 
-__all__ = ["FORMAT", "TABLE", "backbone_tensors", "check_inputs", "course", "inputs_record", "kept_table"]
+__all__ = [
+    "FORMAT",
+    "TABLE",
+    "backbone_tensors",
+    "check_inputs",
+    "course",
+    "environment",
+    "inputs_record",
+    "kept_table",
+]
 
 FORMAT = 2  # of the state of a run
 TABLE = "latency.json"  # in the folder of a run
@@ -32,6 +50,10 @@ def inputs_record(context: Context) -> dict[str, Any]:
         "dense_params": sum(p.numel() for p in parts.model.parameters()),
         "lr": parts.lr,
         "objective": context.config.objective,
+        "dense_widths": [asdict(site.widths) for site in parts.sites],
+        "geometry": geometry(parts.model),
+        "steps_per_epoch": parts.per_epoch,
+        "dense_epochs": parts.dense_epochs,
         "dense_digest": digest_tensors(parts.model.state_dict()),
         "backbone_digest": digest_tensors(backbone_tensors(parts.model)),
     }
@@ -45,6 +67,20 @@ def inputs_record(context: Context) -> dict[str, Any]:
         if file := getattr(context.config, name):
             record[f"{name}_digest"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     return record
+
+
+def environment(context: Context) -> dict[str, Any]:
+    """The command of a run, when it began, and what it runs on."""
+    names = ("hiap", "torch", "timm", "accelerate", "transformers", "numpy")
+    return {
+        "command": shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "hiap"), *sys.argv[1:]]),
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "device": device_name(context.device),
+        "processes": context.world,
+        "system": platform.platform(terse=True),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in names if find_spec(name) is not None},
+    }
 
 
 def backbone_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from hiap.training.config import Config
 from hiap.training.context import Context
 from hiap.training.descent import Descent
 from hiap.training.evaluate import Interrupted
-from hiap.training.inputs import FORMAT, TABLE, check_inputs, course, inputs_record, kept_table
+from hiap.training.inputs import FORMAT, TABLE, check_inputs, course, environment, inputs_record, kept_table
 from hiap.training.ladder import Ladder
 from hiap.training.metrics import METRICS
 from hiap.training.out_of_memory import out_of_memory
@@ -119,11 +119,13 @@ class Run:
         self.folder = context.folder = RunFolder(out, config.to_yaml(), resume) if context.main else None
         if self.folder is not None and self.parts.table is not None:
             self.parts.table.save(self.out / TABLE)
+        if self.folder is not None:
+            self.folder.note_start(environment(context))
         context.accelerator.wait_for_everyone()
         context.record |= inputs_record(context)
         self.seconds = 0.0
         self.pending: dict[str, Any] | None = None
-        self.signals = Signals(loud=context.main)
+        self.signals = Signals(context.main, alone=context.world == 1)
         self.progress = Progress(context.main, context.first + context.stop)
         context.say = self.progress.say if context.main else lambda text: None
 
@@ -292,6 +294,7 @@ class Run:
         if key not in line and (line["epoch"] % self.config.eval_every == 0 or phase.step >= phase.course_end):
             try:
                 line[key] = self._score()
+                line |= phase.soft_scores(line["epoch"], self.signals.asked)
             except Interrupted:
                 return False
         phase.keep(line)
@@ -314,9 +317,7 @@ class Run:
         Raises:
             Interrupted: a signal came. Several processes do not stop here: they could not agree where.
         """
-        alone = self.context.world == 1
-        scores = self.phase.scores(stop=lambda: alone and self.signals.number is not None)
-        return scores[self.config.metric.key]
+        return self.phase.scores(stop=self.signals.asked)[self.config.metric.key]
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -351,14 +352,14 @@ class Run:
                 f"checkpoint {self._last()} is damaged ({type(error).__name__}: {error}); remove it to start again"
             ) from error
         if self.folder is not None:
-            self.folder.rewind(self._global_step() + (0 if self.pending else 1))
+            self.folder.rewind(self._global_step(), self.pending is not None)
         self.context.say(f"resumed at step {self._global_step()}, in the {self.phase.name} stage")
 
     def begin(self) -> None:
         """Enter the first phase."""
         parts = self.parts
         if self.folder is not None:
-            self.folder.rewind(0)
+            self.folder.rewind(-1)
             for line in parts.lines():
                 self.progress.say(line)
             parts.warn()

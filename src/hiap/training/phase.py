@@ -112,6 +112,10 @@ class Phase:
         """What the metrics say of the network at the end of an epoch."""
         return {}
 
+    def soft_scores(self, epoch: int, stop: Callable[[], bool]) -> dict[str, float]:
+        """What the metrics of an epoch that is evaluated say of the network with gates as they are in training."""
+        return {}
+
     def keep(self, line: dict[str, Any]) -> None:
         """Remember the present weights if the best epoch is to be the result, and this is the best so far."""
 

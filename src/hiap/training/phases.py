@@ -28,10 +28,12 @@ from hiap.training.features import FeatureObjective
 from hiap.training.objective import Teacher, cost_terms, feasibility_terms
 from hiap.training.optimizer_state import carry_optimizer
 from hiap.training.phase import Phase, Tensors, Values, part
+from hiap.training.snapshots import SNAPSHOTS, log_snapshot, whole_cost
 
-__all__ = ["Dense", "Recover", "Search", "align", "projection_interval", "restore", "score_dense"]
+__all__ = ["SOFT_SCORES", "Dense", "Recover", "Search", "align", "projection_interval", "restore", "score_dense"]
 
 PROJECTIONS = 100  # times the budget moves in a run
+SOFT_SCORES = 8  # evaluations of a search, at most, that are made with gates as in training as well
 ALIGNING = 512  # images, at least, that the basis of heads is found on
 NEW = 10.0  # times faster a new classifier learns than the trained rest of a dense model
 
@@ -123,6 +125,7 @@ class Search(Phase):
             self.controller.listen(config.labelled)
         super().__init__(context, network, teacher, 0, min(schedule.freeze, context.stop))
         if fresh:
+            log_snapshot(context, network, 0, harden(network), self.controller)
             self.before_step()
             key = config.metric.key
             context.record[f"soft_{key}_start"] = self.scores(soft=True)[key]
@@ -177,6 +180,13 @@ class Search(Phase):
         }
 
     def after_step(self, scale: float) -> None:
+        self._control(scale)
+        after = self.step + 1
+        if self.context.folder is not None and after % max(1, self.end // SNAPSHOTS) == 0 and after < self.end:
+            log_snapshot(self.context, self.network, after, harden(self.network), self.controller)
+
+    def _control(self, scale: float) -> None:
+        """Let the controller see the gradients and, when it is time, hold the gates on the budget."""
         controller, schedule, after = self.controller, self.context.schedule, self.step + 1
         if controller is None or not self.every:
             return
@@ -188,6 +198,15 @@ class Search(Phase):
             allowed = schedule.budget(after, controller.dense_cost, controller.target)
             controller.project(allowed, schedule.sharpness(after))
             self.facts |= self.context.facts(controller.widths)
+
+    def soft_scores(self, epoch: int, stop: Callable[[], bool]) -> dict[str, float]:
+        """A few times in the search, evenly spread: it is a whole evaluation."""
+        every, key = self.context.config.eval_every, self.context.config.metric.key
+        evaluated = self.end // (every * self.context.per_epoch)
+        if not evaluated or epoch // every % -(-evaluated // SOFT_SCORES):
+            return {}
+        self.before_step()  # temperature and noise are those of the step, in a run that was taken up too
+        return {f"soft_{key}": self.scores(soft=True, stop=stop)[key]}
 
     def widths(self) -> list[Widths]:
         """The padded widths of the network, gates hardened."""
@@ -209,8 +228,12 @@ class Search(Phase):
         context, config = self.context, self.context.config
         network = self.network = self.unwrapped()
         key = config.metric.key
-        found = {"freeze_step": self.step, f"soft_{key}": self.scores(soft=True)[key]}
+        found: Values = {"freeze_step": self.step, f"soft_{key}": self.scores(soft=True)[key]}
         topology = self.controller.decide() if self.controller is not None else harden(network)
+        log_snapshot(context, network, self.step, topology, self.controller)
+        found["neighbours"] = (
+            self.controller.neighbours(0.01 * whole_cost(context)) if self.controller is not None else []
+        )
         measured = {name: value for name, value in self.measured().items() if name != "temperature"}
         for model in [network, *([self.ema.module] if self.ema is not None else [])]:
             for gate in gates(model):

@@ -19,6 +19,7 @@ from hiap.speed.clock import device_name
 from hiap.training.config import Config
 from hiap.training.descent import Descent
 from hiap.training.objective import Teacher
+from hiap.training.phases import SOFT_SCORES
 from hiap.training.progress import clock
 from hiap.training.rungs import rung_configs
 from hiap.training.setup import Setup, make_teacher
@@ -82,7 +83,9 @@ def estimate(parts: Setup, device: torch.device) -> tuple[float, nn.Module]:
     search = min(schedule.freeze, stop)
     training = parts.dense_epochs * parts.per_epoch * step(dense, None) if parts.dense_epochs else 0.0
     training += search * step(gated, teacher) + (stop - search) * step(small if config.shrink else gated, teacher)
-    evaluations = stop / parts.per_epoch / config.eval_every + 4  # the dense model, the soft start, the freeze, the end
+    evaluations = stop / parts.per_epoch / config.eval_every
+    evaluations += 6  # the dense model, the soft start, the freeze, the end, and both models side by side
+    evaluations += min(SOFT_SCORES, search / parts.per_epoch / config.eval_every)
     seen = evaluations * parts.data.val_size / config.batch_size
     return training + seen * max(_timed(lambda: small.eval()(x), device) * scale, reading), small
 

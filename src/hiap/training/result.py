@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from hiap.atomic import write_text
 from hiap.budget.latency import LatencyCost
 from hiap.errors import CheckpointError, RunError
 from hiap.pruning.count import macs
@@ -16,7 +18,9 @@ from hiap.speed.measure import predicted
 from hiap.training.config import Config
 from hiap.training.context import Context
 from hiap.training.costs import measured_there
+from hiap.training.mistakes import compare_answers
 from hiap.training.phases import Recover
+from hiap.training.run_folder import MISTAKES
 from hiap.training.rungs import Rung
 
 __all__ = ["Result", "finish"]
@@ -65,6 +69,11 @@ def finish(context: Context, phase: Recover, out: Path, rescue: str) -> Result:
             raise RunError(
                 f"the compact model cannot be saved: {error}. The trained network is whole in {rescue}"
             ) from error
+    dense = context.dense().eval()
+    if context.config.labelled:
+        record["answers"], pictures = compare_answers(context, dense, model)
+        if context.folder is not None:
+            write_text(out / MISTAKES, json.dumps(pictures) + "\n")
     cost = context.parts.cost
     if isinstance(cost, LatencyCost):
         networks = (context.parts.model, model) if context.main else None
@@ -75,4 +84,4 @@ def finish(context: Context, phase: Recover, out: Path, rescue: str) -> Result:
     context.accelerator.wait_for_everyone()
     if context.config.trackers:
         context.accelerator.end_training()
-    return Result(model, context.dense().eval(), out / "compact", record, context.main, context.config)
+    return Result(model, dense, out / "compact", record, context.main, context.config)

@@ -27,6 +27,9 @@ __all__ = [
     "CONFIG",
     "DENSE",
     "FREE",
+    "GATES_FILE",
+    "METRICS_FILE",
+    "MISTAKES",
     "RunError",
     "RunFolder",
     "checkpoints",
@@ -34,9 +37,11 @@ __all__ = [
     "load_checkpoint",
     "load_dense",
     "logged",
+    "starts",
 ]
 
 CONFIG, DENSE = "config.yaml", "dense.safetensors"
+METRICS_FILE, GATES_FILE, MISTAKES, ENVIRONMENT = "metrics.jsonl", "gates.jsonl", "mistakes.json", "environment.json"
 FREE = (
     "workers",
     "trackers",
@@ -113,24 +118,29 @@ class RunFolder:
                 shutil.rmtree(old, ignore_errors=True)
         return target
 
-    def log(self, record: dict[str, Any]) -> None:
-        """Append one line to metrics.jsonl.
+    def log(self, record: dict[str, Any], name: str = METRICS_FILE) -> None:
+        """Append one line to metrics.jsonl, or to another file of its kind.
 
         Raises:
             RunError: it cannot be written.
         """
         try:
-            with (self.path / "metrics.jsonl").open("a") as file:
+            with (self.path / name).open("a") as file:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:
-            raise RunError(f"{self.path / 'metrics.jsonl'} cannot be written: {error}") from error
+            raise RunError(f"{self.path / name} cannot be written: {error}") from error
 
-    def rewind(self, step: int) -> None:
-        """Drop what metrics.jsonl says of the steps from this one on: they will be done again."""
-        file = self.path / "metrics.jsonl"
-        if file.exists():
-            kept = [line for line in file.read_text(errors="replace").splitlines() if _step_of(line) < step]
-            write_text(file, "".join(line + "\n" for line in kept))
+    def rewind(self, done: int, pending: bool = False) -> None:
+        """Drop what is said of later steps than so many: they will be done again.
+
+        Args:
+            pending: the epoch that ended with the last of them is still to be evaluated, so its metrics go too.
+        """
+        for name, last in ((METRICS_FILE, done - pending), (GATES_FILE, done)):
+            file = self.path / name
+            if file.exists():
+                kept = [line for line in file.read_text(errors="replace").splitlines() if _step_of(line) <= last]
+                write_text(file, "".join(line + "\n" for line in kept))
 
     def save_dense(self, tensors: dict[str, Tensor]) -> None:
         """Write the weights of the dense model, which the search begins with.
@@ -154,8 +164,22 @@ class RunFolder:
         """Write what came of the run to report.json."""
         write_text(self.path / "report.json", json.dumps(record, indent=1) + "\n")
 
+    def note_start(self, command: dict[str, Any]) -> None:
+        """Add to environment.json how the run was started, or taken up again, and on what."""
+        earlier = starts(self.path) if checkpoints(self.path) else []
+        write_text(self.path / ENVIRONMENT, json.dumps([*earlier, command], indent=1) + "\n")
+
     def close(self) -> None:
         self._lock.close()
+
+
+def starts(folder: Path) -> list[dict[str, Any]]:
+    """How the run in a folder was started, and taken up again; nothing where it does not say."""
+    try:
+        found = json.loads((folder / ENVIRONMENT).read_text())
+    except (OSError, ValueError, RecursionError):
+        return []
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
 def load_dense(folder: Path) -> dict[str, Tensor]:
@@ -205,7 +229,7 @@ def _same(key: str, old: Any, new: Any) -> bool:
 
 def logged(folder: Path, step: int) -> dict[str, Any] | None:
     """What metrics.jsonl says of the epoch that ended with this step, if it does."""
-    file = folder / "metrics.jsonl"
+    file = folder / METRICS_FILE
     lines = file.read_text(errors="replace").splitlines() if file.exists() else []
     return next((dict(json.loads(line)) for line in lines if _step_of(line) == step), None)
 

@@ -17,10 +17,11 @@ class Signals:
         patient: whether the owner looks at `number` soon. Else, and the second time, a signal ends the process now.
         number: of the signal that came, if any.
         loud: whether to say that it was heard.
+        alone: whether this is the only process. Others could not agree where to stop an evaluation.
     """
 
-    def __init__(self, loud: bool = True) -> None:
-        self.patient, self.loud = False, loud
+    def __init__(self, loud: bool = True, alone: bool = True) -> None:
+        self.patient, self.loud, self.alone = False, loud, alone
         self.number: int | None = None
         self._before: dict[int, Any] = {}
 
@@ -42,6 +43,10 @@ class Signals:
             self.leave()
         if self.loud:  # print is not safe inside a signal handler
             os.write(2, b"\nsaving after this step; once more to end at once\n")
+
+    def asked(self) -> bool:
+        """Whether an evaluation is to stop."""
+        return self.alone and self.number is not None
 
     def leave(self) -> NoReturn:
         """End as the signal wants it."""

@@ -36,12 +36,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made_run(tmp_path_factory.mktemp("report") / "run", 20)
 
 
+@pytest.fixture(scope="module")
+def page(run: Path) -> str:
+    return write_report(run).read_text()
+
+
 def charts(page: str) -> list[str]:
     return re.findall(r'<figure class="chart" role="img" aria-label="([^"]*)"', page)
 
 
-def test_a_finished_run_has_all_of_its_sections_and_charts(run: Path) -> None:
-    page = write_report(run).read_text()
+def test_a_finished_run_has_all_of_its_sections_and_charts(page: str) -> None:
     assert re.findall("<h2>(.*?)</h2>", page) == [
         "The network",
         "How it came about",
@@ -61,8 +65,7 @@ def test_a_finished_run_has_all_of_its_sections_and_charts(run: Path) -> None:
     assert "hiap prune --data photos/ --out &lt;run&gt;" in page  # what a user typed is text, never markup
 
 
-def test_a_page_refers_to_nothing_outside_itself(run: Path) -> None:
-    page = report_text(gather_all(run), "run", "html")
+def test_a_page_refers_to_nothing_outside_itself(page: str) -> None:
     assert not re.findall(r'(?:src|href)="(?!data:|#)[^"]*"', page)
     assert not re.findall(r"url\((?!#)|@import|https?://(?!www\.w3\.org/)", page)
     ids = re.findall(r'\bid="([^"]+)"', page)

@@ -17,37 +17,15 @@ from torch import nn
 
 import hiap
 from conftest import make
+from exported import NAMES, file_of, open_again, ragged
 from hiap.cli.main import main
 from hiap.export.exporting import export_model, publish
-from hiap.export.formats import FORMATS, SUFFIXES, Opened, find_format
+from hiap.export.formats import FORMATS, Opened, find_format
 from hiap.export.latency_tables import other_runtime
 from hiap.export.network import Deployable
 from hiap.export.running import ExportedModel
 
 pytestmark = pytest.mark.slow
-
-NAMES = ["ant", "bee", "cat", "dog", "eel", "fox", "gnu"]
-
-
-def file_of(name: str, folder: Path) -> Path:
-    """A file of a format; the test is skipped where its runtime is missing."""
-    kind = find_format(name)
-    try:
-        kind.check()
-    except hiap.InputError as error:
-        pytest.skip(str(error))
-    return folder / f"model{kind.suffix}"
-
-
-def ragged(**given: Any) -> nn.Module:
-    """Unequal q/k and value widths, a block without attention and one without FFN, and a constant branch."""
-    model = make("deit_distilled", **given).float()
-    dims = {"value_dims": [[3, 5], [], 8], "qk_dims": [[2, 6], [], 4]}
-    compact = hiap.extract(
-        model, hiap.Topology.from_counts(model, heads=[2, None, 3], neurons=[40, 0, None], **dims), 1
-    )
-    compact.class_names = NAMES
-    return compact
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +50,6 @@ def export_as(compact: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> C
 def exported(request: pytest.FixtureRequest, export_as: Callable[[str], Path]) -> Path:
     """The model as a file of each format."""
     return export_as(request.param)
-
-
-def open_again(file: Path) -> Opened:
-    return find_format(SUFFIXES[file.suffix]).open(file, 1)
 
 
 @torch.no_grad()
@@ -229,6 +203,16 @@ def test_a_kill_between_two_renames_leaves_no_file_beside_parts_of_another(tmp_p
     with pytest.raises(FileNotFoundError):
         publish(new / "model.xml", [new / "model.bin"], new / "model.xml.json", old / "model.xml")
     assert [file.name for file in old.iterdir() if file.is_file()] == ["model.bin"]
+
+
+def test_onnxruntime_fuses_gelu_and_copies_keys_once(export_as: Callable[[str], Path], tmp_path: Path) -> None:
+    file, options = export_as("onnx"), pytest.importorskip("onnxruntime").SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+    pytest.importorskip("onnxruntime").InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    nodes = pytest.importorskip("onnx").load(tmp_path / "optimised.onnx").graph.node
+    kinds = [node.op_type for node in nodes]
+    assert kinds.count("BiasGelu") == 1 and "Erf" not in kinds  # there is one FFN
+    assert kinds.count("Softmax") == 2 and kinds.count("Transpose") == 1 + 2 * 4  # pixels; q, k, v and values of heads
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,10 @@ from typing import Any
 
 from hiap.errors import InputError
 
-__all__ = ["FORMATS", "INPUT", "KEY", "OUTPUT", "PRECISIONS_OUT", "ExportFormat", "Opened", "find_format", "format_of"]
+__all__ = [
+    *("FORMATS", "INPUT", "KEY", "OUTPUT", "PRECISIONS_OUT", "QUANTIZATIONS", "SUFFIXES"),
+    *("ExportFormat", "Opened", "find_format", "format_of", "need"),
+]
 
 FORMATS = {  # name -> the module that holds its FORMAT
     "onnx": "hiap.export.onnx_format",
@@ -20,6 +23,7 @@ FORMATS = {  # name -> the module that holds its FORMAT
 }
 SUFFIXES = {".onnx": "onnx", ".xml": "openvino", ".pt2": "pt2"}
 PRECISIONS_OUT = ("fp32", "fp16")  # that a file can be written in
+QUANTIZATIONS = ("int8",)  # that it can be rounded to after that
 INPUT, OUTPUT = "images", "logits"  # names in the file
 KEY = "hiap"  # of the description that a file carries
 
@@ -64,6 +68,23 @@ class ExportFormat(ABC):
             threads: that the runtime may use.
         """
 
+    def check_int8(self, calibrated: bool) -> None:
+        """Raise an InputError if the format has no INT8, or lacks what it takes.
+
+        Args:
+            calibrated: whether there are calibration images.
+        """
+        raise InputError(f"{self.name} has no INT8: export to onnx or openvino")
+
+    def quantize(self, file: Path, out: Path, about: str, images: Any | None, batch: int) -> None:
+        """Write a file of this format again with INT8 weights; `check_int8` has passed.
+
+        Args:
+            images: for calibration (N, C, H, W), an array of numpy.
+            batch: images at a time.
+        """
+        raise NotImplementedError
+
     def files(self, target: Path) -> list[Path]:
         """All files that may make up an exported model, the one that is named first."""
         return [target]
@@ -71,12 +92,15 @@ class ExportFormat(ABC):
     def check(self) -> None:
         """Raise an InputError with the line that installs a package that is missing."""
         for package in self.packages:
-            try:
-                importlib.import_module(package)
-            except ImportError as error:
-                raise InputError(
-                    f'{self.name} needs the package {package} ({error}): pip install "hiap[{self.extra}]"'
-                ) from error
+            need(self.name, package, self.extra)
+
+
+def need(what: str, package: str, extra: str) -> None:
+    """Raise an InputError with the line that installs a package, if it is missing."""
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        raise InputError(f'{what} needs the package {package} ({error}): pip install "hiap[{extra}]"') from error
 
 
 def find_format(name: str) -> ExportFormat:

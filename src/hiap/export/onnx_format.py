@@ -8,6 +8,8 @@ from typing import Any, cast
 
 from hiap.errors import InputError
 from hiap.export.formats import INPUT, KEY, OUTPUT, ExportFormat, Opened
+from hiap.export.onnx_int8 import quantize_onnx
+from hiap.export.onnx_operators import translations
 
 __all__ = ["FORMAT"]
 
@@ -28,13 +30,26 @@ class _Onnx(ExportFormat):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the exporter about itself
             made = torch.onnx.export(
-                program, dynamo=True, opset_version=OPSET, input_names=[INPUT], output_names=[OUTPUT], verbose=False
+                program,
+                dynamo=True,
+                opset_version=OPSET,
+                input_names=[INPUT],
+                output_names=[OUTPUT],
+                custom_translation_table=translations(program),
+                verbose=False,
             )
         made = cast(Any, made)
         made.model.metadata_props[KEY] = about
         _name_batch(made.model.graph)
         weights = sum(tensor.nbytes for tensor in program.state_dict.values())
         made.save(file, external_data=weights > LARGEST)
+
+    def check_int8(self, calibrated: bool) -> None:
+        """Both ways are there: with calibration images, and without."""
+
+    def quantize(self, file: Path, out: Path, about: str, images: Any | None, batch: int) -> None:
+        size = sum(one.stat().st_size for one in self.files(file) if one.exists())
+        quantize_onnx(file, out, about, images, batch, large=size > LARGEST)
 
     def open(self, file: Path, threads: int) -> Opened:
         import onnxruntime

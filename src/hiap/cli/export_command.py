@@ -8,7 +8,7 @@ import sys
 from hiap.cli.arguments import positive
 from hiap.cli.lookup import compact_folder
 from hiap.errors import InputError
-from hiap.export.formats import FORMATS, PRECISIONS_OUT, QUANTIZATIONS
+from hiap.export.formats import FOLDERS, FORMATS, PRECISIONS_OUT, QUANTIZATIONS
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
@@ -24,7 +24,10 @@ EXAMPLES = """examples:
 def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
     add = command.add_argument
     add("folder", help="a folder written by hiap.save, or that of a run")
-    add("--format", choices=FORMATS, help="by default what the name of the file says: .onnx, .xml (OpenVINO) or .pt2")
+    form = (
+        "by default what the name of the file says: .onnx, .xml (OpenVINO) or .pt2; transformers and timm are folders"
+    )
+    add("--format", choices=(*FORMATS, *FOLDERS), help=form)
     add("--precision", choices=PRECISIONS_OUT, default="fp32", help="of the weights (default fp32)")
     add("--quantize", choices=QUANTIZATIONS, help="round the weights to 8 bits, and compute with them (onnx, openvino)")
     images = "folder or CSV file of images, to find the ranges of activations from (faster than without)"
@@ -61,7 +64,8 @@ def run(options: argparse.Namespace) -> int:
         quantize=options.quantize,
         calibration=calibration,
     )
-    worst, times = max(report["difference"].values()), [f"{ms:.2f} ms in {name}" for name, ms in report["ms"].items()]
+    worst = max(report["difference"].values())
+    times = [f"{ms:.2f} ms in {name}" for name, ms in report.get("ms", {}).items()]
     print(f"saved in {options.out}: {report['bytes'] / 1e6:.1f} MB, {report['precision']}")
     if options.quantize:
         found = report["agreement"]
@@ -70,7 +74,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"            on {found['images']} {found['kind']} images; {report['bytes_fp32'] / 1e6:.1f} MB in fp32")
     else:
         print(f"checked     logits within {worst:.1e} of PyTorch's (relative; allowed {report['tolerance']:g})")
-    print(f"batch {report['timed_batch']:<5} {', '.join(times)}")
+    if times:
+        print(f"batch {report['timed_batch']:<5} {', '.join(times)}")
     return 0
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from hiap.atomic import scratch_beside
 from hiap.errors import InputError
 from hiap.export.checking import agreement, compared, timed
-from hiap.export.formats import PRECISIONS_OUT, QUANTIZATIONS, SUFFIXES, ExportFormat, find_format, format_of
+from hiap.export.folders import check_folder, export_folder
+from hiap.export.formats import FOLDERS, PRECISIONS_OUT, QUANTIZATIONS, SUFFIXES, ExportFormat, find_format, format_of
 from hiap.export.network import Deployable, description, traced
 from hiap.models.registry import family_of
 from hiap.speed.clock import DTYPES
@@ -41,7 +42,8 @@ def export_model(
     compared with the model before it appears, and carries the preprocessing and the class names.
 
     Args:
-        form: "onnx", "openvino" or "pt2"; by default what the suffix of `out` says.
+        form: "onnx", "openvino", "pt2" or "aoti" (compiled ahead of time); by default what the suffix of `out` says.
+            "transformers" and "timm" write a folder that these libraries read.
         precision: "fp32" or "fp16", of weights and of what is computed between images and logits.
         batch: images at a time; by default any number.
         overwrite: replace files that are there.
@@ -59,6 +61,10 @@ def export_model(
         ExportError: the model cannot be exported, or the file computes something else. Nothing is written.
     """
     target = Path(out)
+    if form in FOLDERS:
+        _check_precision(precision)
+        check_folder(model, target, form, batch, quantize is not None or calibration is not None, overwrite)
+        return export_folder(model, target, form, precision, say)
     kind = _check(target, form, precision, batch, overwrite)
     _check_quantization(model, kind, precision, batch, quantize, calibration)
     about = description(model, kind.name, quantize or precision, batch)
@@ -114,8 +120,7 @@ def _check(target: Path, form: str | None, precision: str, batch: int | None, ov
         raise InputError(f"{target} does not say its format: name it {', '.join(f'FILE{one}' for one in SUFFIXES)}")
     if target.suffix != kind.suffix:
         raise InputError(f"a file of {kind.name} ends in {kind.suffix}; found {target}")
-    if precision not in PRECISIONS_OUT:
-        raise InputError(f"precision must be one of {', '.join(PRECISIONS_OUT)}; found {precision!r}")
+    _check_precision(precision)
     if batch is not None and batch < 1:
         raise InputError(f"batch must be at least 1; found {batch}")
     if not target.absolute().parent.is_dir():
@@ -125,6 +130,11 @@ def _check(target: Path, form: str | None, precision: str, batch: int | None, ov
         raise InputError(f"{taken[0]} exists already: name another file, or pass --overwrite to replace it")
     kind.check()
     return kind
+
+
+def _check_precision(precision: str) -> None:
+    if precision not in PRECISIONS_OUT:
+        raise InputError(f"precision must be one of {', '.join(PRECISIONS_OUT)}; found {precision!r}")
 
 
 def _check_quantization(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ from typing import Any
 from hiap.errors import InputError
 
 __all__ = [
-    *("FORMATS", "INPUT", "KEY", "OUTPUT", "PRECISIONS_OUT", "QUANTIZATIONS", "SUFFIXES"),
+    *("FOLDERS", "FORMATS", "INPUT", "KEY", "OUTPUT", "PRECISIONS_OUT", "QUANTIZATIONS", "SUFFIXES"),
     *("ExportFormat", "Opened", "find_format", "format_of", "need"),
 ]
 
@@ -20,7 +22,9 @@ FORMATS = {  # name -> the module that holds its FORMAT
     "onnx": "hiap.export.onnx_format",
     "openvino": "hiap.export.openvino_format",
     "pt2": "hiap.export.pt2_format",
+    "aoti": "hiap.export.aoti_format",
 }
+FOLDERS = ("transformers", "timm")  # that are a folder for another library, not a file
 SUFFIXES = {".onnx": "onnx", ".xml": "openvino", ".pt2": "pt2"}
 PRECISIONS_OUT = ("fp32", "fp16")  # that a file can be written in
 QUANTIZATIONS = ("int8",)  # that it can be rounded to after that
@@ -110,12 +114,15 @@ def find_format(name: str) -> ExportFormat:
         InputError: there is none.
     """
     if name not in FORMATS:
-        raise InputError(f"format must be one of {', '.join(FORMATS)}; found {name!r}")
+        raise InputError(f"format must be one of {', '.join((*FORMATS, *FOLDERS))}; found {name!r}")
     found: ExportFormat = importlib.import_module(FORMATS[name]).FORMAT
     return found
 
 
 def format_of(file: str | Path) -> ExportFormat | None:
-    """The format that the suffix of a file says; None for any other file, and for a folder."""
+    """The format of a file, by its suffix and, for .pt2, by what is inside; None for other files, and for a folder."""
     name = SUFFIXES.get(Path(file).suffix.lower())
+    if name == "pt2" and Path(file).is_file():
+        with contextlib.suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(file) as archive:
+            name = "aoti" if any("/aotinductor/" in one for one in archive.namelist()) else name
     return find_format(name) if name and not Path(file).is_dir() else None

@@ -27,6 +27,7 @@ from hiap.cli import (
     measure_command,
     plan_command,
     prune_command,
+    push_command,
 )
 from hiap.errors import HiapError
 
@@ -41,6 +42,7 @@ COMMANDS: dict[str, ModuleType] = {
     "bench": bench_command,
     "measure": measure_command,
     "export": export_command,
+    "push": push_command,
 }
 PACKAGE = Path(__file__).parents[1]
 

@@ -23,6 +23,7 @@ from hiap.export.exporting import export_model, publish
 from hiap.export.formats import FORMATS, Opened, find_format
 from hiap.export.latency_tables import other_runtime
 from hiap.export.network import Deployable, traced
+from hiap.export.onnx_chains import grouped, onnx_chains
 from hiap.export.running import ExportedModel
 
 pytestmark = pytest.mark.slow
@@ -309,6 +310,21 @@ def test_runtimes_are_timed_side_by_side(tiny: nn.Module, tmp_path: Path, capsys
     ):
         assert main(["bench", str(tmp_path / "compact"), *quick, *wrong]) == 1
         assert message in capsys.readouterr().err
+
+
+@torch.no_grad()
+def test_blocks_of_many_widths_are_exported_at_once_and_run_in_chains(
+    compact: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in find_format("onnx").packages:
+        pytest.importorskip(package)
+    blocks, x = [compact.blocks[i] for i in (0, 2)], torch.randn(2, 18, 24)
+    for block, call in zip(blocks, onnx_chains(blocks, x, 3), strict=True):
+        expected = block(block(block(x))).numpy()
+        assert np.abs(call() - expected).max() <= 1e-5 * np.abs(expected).max()
+    layers = [nn.Linear(size, 1, bias=False) for size in (10, 10, 30, 10)]
+    monkeypatch.setattr("hiap.export.onnx_chains.TOGETHER", 4 * 20)  # bytes of 20 weights
+    assert [len(group) for group in grouped(layers)] == [2, 1, 1]
 
 
 def test_a_latency_table_is_measured_in_another_runtime(tiny: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

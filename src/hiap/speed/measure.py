@@ -11,7 +11,7 @@ import functools
 import itertools
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,15 +34,16 @@ CHAIN = 4  # copies of a part in one timed call, one after the other as in a net
 
 @dataclass(frozen=True)
 class OtherRuntime:
-    """How a runtime other than torch runs what is measured: each function gets a module and its input, on the CPU.
+    """How a runtime other than torch runs what is measured, on the CPU.
 
     Attributes:
-        part: for blocks in a row, from tokens to tokens.
-        network: for a whole model, from images to logits.
+        parts: gets blocks of several widths, their input, and how many copies of each are to run in a row, from tokens
+            to tokens. It gives a call for each of them in turn.
+        network: gets a whole model, from images to logits, and its input.
     """
 
     name: str
-    part: Callable[[nn.Module, Tensor], Call]
+    parts: Callable[[Sequence[nn.Module], Tensor, int], Iterable[Call]]
     network: Callable[[nn.Module, Tensor], Call]
 
 
@@ -105,9 +106,12 @@ def measure(
                     module.bake((rope[0].to(device), rope[1].to(device)))
             return made.to(dtype).eval()
 
-        def branch(widths: Widths) -> float:
-            parts = chain(widths, CHAIN)
-            return clock(other.part(parts, x) if other else functools.partial(parts, x)) / CHAIN
+        def branches(every: Sequence[Widths]) -> list[float]:
+            if other:  # which may export all of them at once
+                calls = other.parts([chain(widths, 1) for widths in every], x, CHAIN)
+            else:
+                calls = (functools.partial(chain(widths, CHAIN), x) for widths in every)
+            return [clock(call) / CHAIN for call in calls]
 
         def gain(widths: Widths) -> float:
             """What compiling saves of a branch that has others before and after it."""
@@ -115,17 +119,16 @@ def measure(
                 return 0.0
             torch.compiler.reset()
             short, long = (clock(functools.partial(compiled(chain(widths, n)), x)) for n in (CHAIN, 2 * CHAIN))
-            return branch(widths) - (long - short) / CHAIN
+            return branches([widths])[0] - (long - short) / CHAIN
 
-        branch(whole)  # warms the device up
+        if other is None:
+            branches([whole])  # warms the device up
         off = gain(replace(whole, neurons=None))
-        attention = [
-            _less(branch(Widths(heads, queries, values, None)), off)
-            for heads, queries, values in itertools.product(*(axes[axis] for axis in AXES[:3]))
-        ]
+        points = itertools.product(*(axes[axis] for axis in AXES[:3]))
+        attention = [_less(ms, off) for ms in branches([Widths(h, qk, v, None) for h, qk, v in points])]
         say(f"attention: {len(attention)} points")
         off = gain(Widths(None, 0, 0, whole.neurons))
-        ffn = [_less(branch(Widths(None, 0, 0, neurons)), off) for neurons in axes["neurons"]]
+        ffn = [_less(ms, off) for ms in branches([Widths(None, 0, 0, neurons) for neurons in axes["neurons"]])]
         say(f"FFN: {len(ffn)} points")
         outside, dense = (network_cost(one, device, dtype, batch, mode, unit, other) for one in (_hollow(model), model))
     return LatencyTable(
@@ -245,8 +248,9 @@ def _clock(unit: str, device: torch.device, mode: str) -> Callable[[Call], float
     prepare: Callable[[Call], Call] = (lambda run: graphed(run, device)) if mode != "eager" else (lambda run: run)
     if unit == "mJ":
         return _energy_clock(device, prepare)
-    # What disturbs a clock makes it slow, never fast.
-    return lambda run: min(timings([prepare(run)], device, 2, 20)[0])
+    # What disturbs a clock makes it slow, never fast. A CPU is disturbed often: there, calls are timed one by one.
+    rounds = 20 if device.type == "cpu" else 10
+    return lambda run: min(timings([prepare(run)], device, 2, 20, rounds)[0])
 
 
 def _energy_clock(

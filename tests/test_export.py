@@ -1,10 +1,14 @@
 """Files for other runtimes: each is compared with the model's own forward, read by its own runtime."""
 
 import functools
+import http.client
+import io
 import json
 import re
+import runpy
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,6 +145,36 @@ def test_the_script_of_the_docs_needs_neither_hiap_nor_torch(
     mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
     images = torch.from_numpy((np.asarray(inner) / 255 - mean) / std).float().permute(2, 0, 1)[None]
     assert (run.stdout, run.stderr) == (f"{NAMES[int(compact(images).argmax())]}\n", "")
+
+
+@torch.no_grad()
+def test_the_server_of_the_examples_answers_with_the_classes_of_the_model(
+    export_as: Callable[[str], Path], compact: nn.Module
+) -> None:
+    file = export_as("onnx")
+    serve = runpy.run_path(str(Path(__file__).resolve().parents[1] / "examples/serve.py"))
+    server = serve["make_server"](str(file), 0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    def ask(body: bytes) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port)
+        connection.request("POST", "/", body)
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+
+    picture = io.BytesIO()
+    pixels = np.random.default_rng(1).integers(0, 255, (40, 40, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(picture, "PNG")
+    inner = Image.fromarray(pixels).resize((32, 32), Image.Resampling.BICUBIC, box=(2, 2, 38, 38))
+    mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+    images = torch.from_numpy((np.asarray(inner) / 255 - mean) / std).float().permute(2, 0, 1)[None]
+    shares = compact(images)[0].softmax(0)
+    status, found = ask(picture.getvalue())
+    assert status == 200 and [one["class"] for one in found] == [NAMES[i] for i in shares.argsort(descending=True)[:5]]
+    assert found[0]["probability"] == pytest.approx(float(shares.max()), abs=1e-5)
+    assert ask(b"no image")[0] == 400 and "cannot identify image" in ask(b"no image")[1]["error"]
+    server.shutdown()
+    server.server_close()
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from hiap.cli.calibration import calibration_images
 from hiap.cli.main import main
 from hiap.export.exporting import export_model
 from hiap.export.formats import find_format
+from hiap.export.onnx_int8 import quantize_onnx
 
 pytestmark = pytest.mark.slow
 
@@ -61,6 +62,34 @@ def test_int8_rounds_the_weights_and_reports_what_that_changes(
     linears = sum(isinstance(module, nn.Linear) for module in compact.modules())
     assert len(weights) == linears + 2  # the patches, and the last block takes queries apart from keys and values
     assert kinds.count("Softmax") == 2 and kinds.count("MatMul") == (4 if method == "dynamic" else 4 + linears)
+
+
+def test_a_product_whose_input_has_huge_peaks_stays_float(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    chance, node = np.random.default_rng(0), onnx.helper.make_node
+    outlier = np.zeros(400, np.float32)
+    outlier[7] = 1e4
+    last = chance.normal(size=(400, 5)).astype(np.float32)
+    last[7] *= 1e-4
+    weights = {"first": chance.normal(size=(48, 400)).astype(np.float32) / 7, "outlier": outlier, "last": last}
+    nodes = [
+        node("Flatten", ["images"], ["flat"]),
+        node("MatMul", ["flat", "first"], ["hidden"], "one"),
+        node("Add", ["hidden", "outlier"], ["peaked"]),
+        node("MatMul", ["peaked", "last"], ["logits"], "two"),
+    ]
+    shapes = [("images", ["batch", 3, 4, 4]), ("logits", ["batch", 5])]
+    ends = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape) for name, shape in shapes]
+    held = [onnx.numpy_helper.from_array(value, name) for name, value in weights.items()]
+    graph = onnx.helper.make_graph(nodes, "peaks", ends[:1], ends[1:], held)
+    made = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=10)
+    onnx.save(made, tmp_path / "plain.onnx")
+    images = chance.normal(size=(16, 3, 4, 4)).astype(np.float32)
+    notes = quantize_onnx(tmp_path / "plain.onnx", tmp_path / "small.onnx", "{}", images, 4, large=False)
+    assert notes == {"float_products": 1}
+    found = find_format("onnx").open(tmp_path / "small.onnx", 1).run(images)
+    expected = (images.reshape(16, 48) @ weights["first"] + outlier) @ last
+    assert 1e-4 < np.abs(found - expected).max() / np.abs(expected).max() < 0.03
 
 
 def test_int8_is_refused_where_it_cannot_be_had(
@@ -114,7 +143,7 @@ def test_the_command_calibrates_with_the_preprocessing_of_the_model(
     asked = ["export", "folder", "-o", "model.onnx", "--quantize", "int8", "--calibration-data", "photos"]
     assert main([*asked, "--calibration-images", "8"]) == 0
     report, out = json.loads(Path("model.onnx.json").read_text()), capsys.readouterr().out
-    assert report["quantization"] == {"method": "static", "calibration_images": 8}
+    assert report["quantization"] == {"method": "static", "calibration_images": 8, "float_products": 0}
     assert "on 8 calibration images" in out and f"{report['agreement']['top1_agreement']:.1%}" in out
     own = timm.data.resolve_model_data_config(tiny) | {"input_size": (3, 32, 32)}
     change = timm.data.create_transform(**own)

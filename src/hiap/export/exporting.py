@@ -84,13 +84,14 @@ def export_model(
             kind.write(program, plain, json.dumps(about), precision)
             say(f"quantising to {quantize}")
             array = None if calibration is None else calibration.float().cpu().numpy()
-            kind.quantize(plain, made, json.dumps(about), array, batch or CALIBRATED_AT_ONCE)
+            notes = kind.quantize(plain, made, json.dumps(about), array, batch or CALIBRATED_AT_ONCE)
         else:
             kind.write(program, made, json.dumps(about), precision)
         say(f"comparing {kind.runtime} with PyTorch")
         files = {kind.runtime: kind.open(made, threads)}
         report = about | compared(model, files[kind.runtime], batch, quantize or precision)
         if quantize:
+            report["quantization"] = {**report["quantization"], **notes}
             report["agreement"] = agreement(model, files[kind.runtime], calibration, batch)
             files[f"{kind.runtime} fp32"] = kind.open(plain, threads)
             report["bytes_fp32"] = _size(kind, plain)

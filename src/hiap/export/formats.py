@@ -80,12 +80,15 @@ class ExportFormat(ABC):
         """
         raise InputError(f"{self.name} has no INT8: export to onnx or openvino")
 
-    def quantize(self, file: Path, out: Path, about: str, images: Any | None, batch: int) -> None:
+    def quantize(self, file: Path, out: Path, about: str, images: Any | None, batch: int) -> dict[str, Any]:
         """Write a file of this format again with INT8 weights; `check_int8` has passed.
 
         Args:
             images: for calibration (N, C, H, W), an array of numpy.
             batch: images at a time.
+
+        Returns:
+            What the report should say of it.
         """
         raise NotImplementedError
 

@@ -34,9 +34,9 @@ class _Onnx(ExportFormat):
     def check_int8(self, calibrated: bool) -> None:
         """Both ways are there: with calibration images, and without."""
 
-    def quantize(self, file: Path, out: Path, about: str, images: Any | None, batch: int) -> None:
+    def quantize(self, file: Path, out: Path, about: str, images: Any | None, batch: int) -> dict[str, Any]:
         size = sum(one.stat().st_size for one in self.files(file) if one.exists())
-        quantize_onnx(file, out, about, images, batch, large=size > LARGEST)
+        return quantize_onnx(file, out, about, images, batch, large=size > LARGEST)
 
     def open(self, file: Path, threads: int) -> Opened:
         return open_session(file, threads)

@@ -39,7 +39,7 @@ class _OpenVino(ExportFormat):
             raise InputError("openvino needs images for INT8: pass --calibration-data FOLDER, or export to onnx")
         need("INT8 for openvino", "nncf", "nncf")
 
-    def quantize(self, file: Path, out: Path, about: str, images: Any | None, batch: int) -> None:
+    def quantize(self, file: Path, out: Path, about: str, images: Any | None, batch: int) -> dict[str, Any]:
         import nncf
         import openvino
 
@@ -55,6 +55,7 @@ class _OpenVino(ExportFormat):
             )
         made.set_rt_info(about, KEY)
         openvino.save_model(made, out, compress_to_fp16=False)
+        return {}
 
     def open(self, file: Path, threads: int) -> Opened:
         import openvino

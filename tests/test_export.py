@@ -4,11 +4,13 @@ import functools
 import http.client
 import io
 import json
+import os
 import re
 import runpy
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from conftest import make
 from exported import NAMES, file_of, open_again, ragged
 from hiap.cli.main import main
 from hiap.export.exporting import export_model, publish
-from hiap.export.formats import FORMATS, Opened, find_format
+from hiap.export.formats import FORMATS, Opened, find_format, format_of
 from hiap.export.latency_tables import other_runtime
 from hiap.export.network import Deployable, traced
 from hiap.export.onnx_chains import grouped, onnx_chains
@@ -296,9 +298,8 @@ class Sums(nn.Module):
         return images.sum((2, 3))
 
 
-def test_a_compiled_package_is_told_from_a_traced_one_and_checks_its_images(
-    tiny: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.skipif("HIAP_COMPILE" not in os.environ, reason="compiling takes most of a minute: set HIAP_COMPILE=1")
+def test_a_compiled_package_computes_what_the_network_does_and_checks_its_images(tmp_path: Path) -> None:
     file, kind = file_of("aoti", tmp_path), find_format("aoti")
     about = json.dumps({"size": [4, 4], "batch": "dynamic", "class_names": ['a "b" ü']})
     kind.write(traced(Sums(), (3, 4, 4), None), file, about, "fp32")
@@ -307,9 +308,17 @@ def test_a_compiled_package_is_told_from_a_traced_one_and_checks_its_images(
     assert all(torch.allclose(model(images[:n]), images[:n].sum((2, 3)), atol=1e-5) for n in (1, 2, 7))
     with pytest.raises(hiap.InputError, match=r"takes images of 4x4; found the shape \(7, 3, 4, 5\)"):
         model(torch.randn(7, 3, 4, 5))
-    file.write_bytes(file.read_bytes()[:1000])
+
+
+def test_a_compiled_package_is_told_from_a_traced_one_and_needs_a_compiler(
+    tiny: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zipfile.ZipFile(tmp_path / "damaged.pt2", "w") as archive:
+        archive.writestr("damaged/data/aotinductor/model/kernel.cpp", "")
+    kind = format_of(tmp_path / "damaged.pt2")
+    assert kind is find_format("aoti") and format_of(tmp_path / "new.pt2") is find_format("pt2")
     with pytest.raises(hiap.InputError, match="cannot be read by AOTInductor"):
-        kind.open(file, 1)
+        kind.open(tmp_path / "damaged.pt2", 1)
 
     def missing() -> str:
         raise RuntimeError("No working C++ compiler found")

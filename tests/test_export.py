@@ -1,10 +1,16 @@
 """Files for other runtimes: each is compared with the model's own forward, read by its own runtime."""
 
 import functools
+import http.client
+import io
 import json
+import os
 import re
+import runpy
 import subprocess
 import sys
+import threading
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,37 +23,16 @@ from torch import nn
 
 import hiap
 from conftest import make
+from exported import NAMES, file_of, open_again, ragged
 from hiap.cli.main import main
 from hiap.export.exporting import export_model, publish
-from hiap.export.formats import FORMATS, SUFFIXES, Opened, find_format
+from hiap.export.formats import FORMATS, Opened, find_format, format_of
 from hiap.export.latency_tables import other_runtime
-from hiap.export.network import Deployable
+from hiap.export.network import Deployable, traced
+from hiap.export.onnx_chains import grouped, onnx_chains
 from hiap.export.running import ExportedModel
 
 pytestmark = pytest.mark.slow
-
-NAMES = ["ant", "bee", "cat", "dog", "eel", "fox", "gnu"]
-
-
-def file_of(name: str, folder: Path) -> Path:
-    """A file of a format; the test is skipped where its runtime is missing."""
-    kind = find_format(name)
-    try:
-        kind.check()
-    except hiap.InputError as error:
-        pytest.skip(str(error))
-    return folder / f"model{kind.suffix}"
-
-
-def ragged(**given: Any) -> nn.Module:
-    """Unequal q/k and value widths, a block without attention and one without FFN, and a constant branch."""
-    model = make("deit_distilled", **given).float()
-    dims = {"value_dims": [[3, 5], [], 8], "qk_dims": [[2, 6], [], 4]}
-    compact = hiap.extract(
-        model, hiap.Topology.from_counts(model, heads=[2, None, 3], neurons=[40, 0, None], **dims), 1
-    )
-    compact.class_names = NAMES
-    return compact
 
 
 @pytest.fixture(scope="module")
@@ -68,14 +53,10 @@ def export_as(compact: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> C
     return written
 
 
-@pytest.fixture(params=FORMATS)
+@pytest.fixture(params=[name for name in FORMATS if name != "aoti"])  # which takes long to compile
 def exported(request: pytest.FixtureRequest, export_as: Callable[[str], Path]) -> Path:
     """The model as a file of each format."""
     return export_as(request.param)
-
-
-def open_again(file: Path) -> Opened:
-    return find_format(SUFFIXES[file.suffix]).open(file, 1)
 
 
 @torch.no_grad()
@@ -168,6 +149,36 @@ def test_the_script_of_the_docs_needs_neither_hiap_nor_torch(
     assert (run.stdout, run.stderr) == (f"{NAMES[int(compact(images).argmax())]}\n", "")
 
 
+@torch.no_grad()
+def test_the_server_of_the_examples_answers_with_the_classes_of_the_model(
+    export_as: Callable[[str], Path], compact: nn.Module
+) -> None:
+    file = export_as("onnx")
+    serve = runpy.run_path(str(Path(__file__).resolve().parents[1] / "examples/serve.py"))
+    server = serve["make_server"](str(file), 0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    def ask(body: bytes) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port)
+        connection.request("POST", "/", body)
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+
+    picture = io.BytesIO()
+    pixels = np.random.default_rng(1).integers(0, 255, (40, 40, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(picture, "PNG")
+    inner = Image.fromarray(pixels).resize((32, 32), Image.Resampling.BICUBIC, box=(2, 2, 38, 38))
+    mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+    images = torch.from_numpy((np.asarray(inner) / 255 - mean) / std).float().permute(2, 0, 1)[None]
+    shares = compact(images)[0].softmax(0)
+    status, found = ask(picture.getvalue())
+    assert status == 200 and [one["class"] for one in found] == [NAMES[i] for i in shares.argsort(descending=True)[:5]]
+    assert found[0]["probability"] == pytest.approx(float(shares.max()), abs=1e-5)
+    assert ask(b"no image")[0] == 400 and "cannot identify image" in ask(b"no image")[1]["error"]
+    server.shutdown()
+    server.server_close()
+
+
 @pytest.fixture(scope="module")
 def tiny() -> nn.Module:
     """One block, for tests of everything but the network."""
@@ -231,6 +242,16 @@ def test_a_kill_between_two_renames_leaves_no_file_beside_parts_of_another(tmp_p
     assert [file.name for file in old.iterdir() if file.is_file()] == ["model.bin"]
 
 
+def test_onnxruntime_fuses_gelu_and_copies_keys_once(export_as: Callable[[str], Path], tmp_path: Path) -> None:
+    file, options = export_as("onnx"), pytest.importorskip("onnxruntime").SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+    pytest.importorskip("onnxruntime").InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    nodes = pytest.importorskip("onnx").load(tmp_path / "optimised.onnx").graph.node
+    kinds = [node.op_type for node in nodes]
+    assert kinds.count("BiasGelu") == 1 and "Erf" not in kinds  # there is one FFN
+    assert kinds.count("Softmax") == 2 and kinds.count("Transpose") == 1 + 2 * 4  # pixels; q, k, v and values of heads
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -270,6 +291,43 @@ def test_a_missing_package_gives_the_line_that_installs_it(
             export_model(tiny, tmp_path / file)
 
 
+class Sums(nn.Module):
+    """As little as can be compiled."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.sum((2, 3))
+
+
+@pytest.mark.skipif("HIAP_COMPILE" not in os.environ, reason="compiling takes most of a minute: set HIAP_COMPILE=1")
+def test_a_compiled_package_computes_what_the_network_does_and_checks_its_images(tmp_path: Path) -> None:
+    file, kind = file_of("aoti", tmp_path), find_format("aoti")
+    about = json.dumps({"size": [4, 4], "batch": "dynamic", "class_names": ['a "b" ü']})
+    kind.write(traced(Sums(), (3, 4, 4), None), file, about, "fp32")
+    model, images = ExportedModel(file), torch.randn(7, 3, 4, 4)
+    assert model.about == json.loads(about)
+    assert all(torch.allclose(model(images[:n]), images[:n].sum((2, 3)), atol=1e-5) for n in (1, 2, 7))
+    with pytest.raises(hiap.InputError, match=r"takes images of 4x4; found the shape \(7, 3, 4, 5\)"):
+        model(torch.randn(7, 3, 4, 5))
+
+
+def test_a_compiled_package_is_told_from_a_traced_one_and_needs_a_compiler(
+    tiny: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zipfile.ZipFile(tmp_path / "damaged.pt2", "w") as archive:
+        archive.writestr("damaged/data/aotinductor/model/kernel.cpp", "")
+    kind = format_of(tmp_path / "damaged.pt2")
+    assert kind is find_format("aoti") and format_of(tmp_path / "new.pt2") is find_format("pt2")
+    with pytest.raises(hiap.InputError, match="cannot be read by AOTInductor"):
+        kind.open(tmp_path / "damaged.pt2", 1)
+
+    def missing() -> str:
+        raise RuntimeError("No working C++ compiler found")
+
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", missing)
+    with pytest.raises(hiap.InputError, match=r"finds no compiler .*: install g\+\+, or name one in the variable CXX"):
+        export_model(tiny, tmp_path / "new.pt2", "aoti")
+
+
 def test_a_file_of_somebody_else_is_not_scored(tmp_path: Path) -> None:
     program = torch.export.export(nn.Linear(2, 2), (torch.zeros(1, 2),))
     torch.export.save(program, tmp_path / "other.pt2")
@@ -290,11 +348,26 @@ def test_runtimes_are_timed_side_by_side(tiny: nn.Module, tmp_path: Path, capsys
     assert [row["macs"] for row in rows[:2]] == [hiap.macs(tiny), hiap.macs(compact)]
     assert all(row["ms"] > 0 for row in rows) and "each in its fastest mode:" in capsys.readouterr().out
     for wrong, message in (
-        (["--runtime", "tensorrt"], "runtime must be one of torch, onnx, openvino, pt2; found 'tensorrt'"),
+        (["--runtime", "tensorrt"], "runtime must be one of torch, onnx, openvino, pt2, aoti; found 'tensorrt'"),
         (["--runtime", "pt2", "--precision", "bf16"], "pt2 has the precisions fp32, fp16; found 'bf16'"),
     ):
         assert main(["bench", str(tmp_path / "compact"), *quick, *wrong]) == 1
         assert message in capsys.readouterr().err
+
+
+@torch.no_grad()
+def test_blocks_of_many_widths_are_exported_at_once_and_run_in_chains(
+    compact: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in find_format("onnx").packages:
+        pytest.importorskip(package)
+    blocks, x = [compact.blocks[i] for i in (0, 2)], torch.randn(2, 18, 24)
+    for block, call in zip(blocks, onnx_chains(blocks, x, 3), strict=True):
+        expected = block(block(block(x))).numpy()
+        assert np.abs(call() - expected).max() <= 1e-5 * np.abs(expected).max()
+    layers = [nn.Linear(size, 1, bias=False) for size in (10, 10, 30, 10)]
+    monkeypatch.setattr("hiap.export.onnx_chains.TOGETHER", 4 * 20)  # bytes of 20 weights
+    assert [len(group) for group in grouped(layers)] == [2, 1, 1]
 
 
 def test_a_latency_table_is_measured_in_another_runtime(tiny: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

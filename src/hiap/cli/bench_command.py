@@ -42,7 +42,7 @@ def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
     add("--precision", type=listed(str), metavar="A,B", help="of fp32, tf32, bf16, fp16 (default fp32,bf16; CPU: fp32)")
     modes = "of eager, compile, graph, compile+graph (default eager,compile; CPU: eager)"
     add("--mode", type=listed(str), metavar="A,B", help=modes)
-    add("--runtime", type=listed(str), metavar="A,B", help="of torch, onnx, openvino, pt2 (default torch)")
+    add("--runtime", type=listed(str), metavar="A,B", help="of torch, onnx, openvino, pt2, aoti (default torch)")
     add("--kernels", action="store_true", help="also on fused kernels (CUDA with Triton, bf16 or fp16)")
     add("--warmup", type=positive, help="untimed runs (default 10)")
     add("--runs", type=positive, help="timed runs of each network (default 50)")

@@ -7,7 +7,8 @@ import sys
 
 from hiap.cli.arguments import positive
 from hiap.cli.lookup import compact_folder
-from hiap.export.formats import FORMATS, PRECISIONS_OUT
+from hiap.errors import InputError
+from hiap.export.formats import FOLDERS, FORMATS, PRECISIONS_OUT, QUANTIZATIONS
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
@@ -16,14 +17,23 @@ EXAMPLES = """examples:
   hiap export runs/mine -o mine.onnx
   hiap export runs/mine --format openvino --precision fp16 -o mine.xml
   hiap export runs/mine --format pt2 --batch 8 -o mine.pt2
+  hiap export runs/mine --quantize int8 --calibration-data photos/ -o mine_int8.onnx
 """
 
 
 def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
     add = command.add_argument
     add("folder", help="a folder written by hiap.save, or that of a run")
-    add("--format", choices=FORMATS, help="by default what the name of the file says: .onnx, .xml (OpenVINO) or .pt2")
+    form = (
+        "by default what the name of the file says: .onnx, .xml (OpenVINO) or .pt2; transformers and timm are folders"
+    )
+    add("--format", choices=(*FORMATS, *FOLDERS), help=form)
     add("--precision", choices=PRECISIONS_OUT, default="fp32", help="of the weights (default fp32)")
+    add("--quantize", choices=QUANTIZATIONS, help="round the weights to 8 bits, and compute with them (onnx, openvino)")
+    images = "folder or CSV file of images, to find the ranges of activations from (faster than without)"
+    add("--calibration-data", metavar="FOLDER", help=images)
+    count = "images to take from it, spread over all of them (default 300)"
+    add("--calibration-images", type=positive, metavar="N", help=count)
     batch = "images at a time: a number, or dynamic for any number (default dynamic)"
     add("--batch-size", "--batch", dest="batch", type=_batch, default=None, metavar="N", help=batch)
     add("-o", "--out", dest="out", metavar="FILE", required=True, help="file to write; a report goes to FILE.json")
@@ -33,19 +43,39 @@ def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
 def run(options: argparse.Namespace) -> int:
     import hiap
 
+    if options.calibration_data and not options.quantize:
+        raise InputError("--calibration-data goes with --quantize int8")
+    if options.calibration_images and not options.calibration_data:
+        raise InputError("--calibration-images goes with --calibration-data FOLDER")
+    model = hiap.load(compact_folder(options.folder))
+    calibration = None
+    if options.calibration_data:
+        from hiap.cli.calibration import calibration_images
+
+        calibration = calibration_images(options.calibration_data, model, options.calibration_images or 300)
     report = hiap.export_model(
-        hiap.load(compact_folder(options.folder)),
+        model,
         options.out,
         options.format,
         options.precision,
         options.batch,
         options.overwrite,
         say=lambda text: print(text, file=sys.stderr),
+        quantize=options.quantize,
+        calibration=calibration,
     )
-    worst, (own, other) = max(report["difference"].values()), report["ms"].items()
+    worst = max(report["difference"].values())
+    times = [f"{ms:.2f} ms in {name}" for name, ms in report.get("ms", {}).items()]
     print(f"saved in {options.out}: {report['bytes'] / 1e6:.1f} MB, {report['precision']}")
-    print(f"checked     logits within {worst:.1e} of PyTorch's (relative; allowed {report['tolerance']:g})")
-    print(f"batch {report['timed_batch']:<5} {own[1]:.2f} ms in {own[0]}, {other[1]:.2f} ms in {other[0]}")
+    if options.quantize:
+        found = report["agreement"]
+        same = "" if found["top1_agreement"] is None else f"; the same class for {found['top1_agreement']:.1%}"
+        print(f"measured    logits within {found['difference']:.1e} of PyTorch's (relative){same}")
+        print(f"            on {found['images']} {found['kind']} images; {report['bytes_fp32'] / 1e6:.1f} MB in fp32")
+    else:
+        print(f"checked     logits within {worst:.1e} of PyTorch's (relative; allowed {report['tolerance']:g})")
+    if times:
+        print(f"batch {report['timed_batch']:<5} {', '.join(times)}")
     return 0
 
 

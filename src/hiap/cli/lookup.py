@@ -13,8 +13,10 @@ __all__ = ["check_writable", "compact_folder", "find_device", "random_model"]
 
 
 def compact_folder(folder: str) -> Path:
-    """The folder of a compact model: the one given, or the result of the run in it."""
-    path = Path(folder)
+    """The folder of a compact model: the one given, the result of the run in it, or that of hf://USER/NAME."""
+    from hiap.pruning.hub import local_folder
+
+    path = local_folder(folder)
     if (path / "config.json").is_file():
         return path
     if not (path / "compact").is_dir() and (rungs := read_rungs(path)):

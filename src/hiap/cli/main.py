@@ -29,6 +29,7 @@ from hiap.cli import (
     measure_command,
     plan_command,
     prune_command,
+    push_command,
     report_command,
 )
 from hiap.errors import HiapError
@@ -47,6 +48,7 @@ COMMANDS: dict[str, ModuleType] = {
     "bench": bench_command,
     "measure": measure_command,
     "export": export_command,
+    "push": push_command,
 }
 PACKAGE = Path(__file__).parents[1]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 import time
 
 from hiap.budget.deploy import RUNTIMES
@@ -39,6 +41,13 @@ def run(options: argparse.Namespace) -> int:
 
     device, start = find_device(options.device), time.perf_counter()
     check_writable(options.output)
+    if (
+        device.type == "cpu"
+        and hasattr(os, "getloadavg")
+        and (load := os.getloadavg()[0]) > 0.5 * (os.cpu_count() or 1)
+    ):
+        busy = f"other programs use this CPU (load {load:.1f} on {os.cpu_count()} cores)"
+        print(f"{busy}: networks will seem slower than their parts", file=sys.stderr)
     model = random_model(options).to(device)
     gpu = device.type == "cuda"
     dtype, batch = options.dtype or ("bf16" if gpu else "fp32"), options.batch or (256 if gpu else 1)

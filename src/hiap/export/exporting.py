@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,18 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from hiap.atomic import scratch_beside
-from hiap.errors import ExportError, InputError
-from hiap.export.formats import PRECISIONS_OUT, SUFFIXES, ExportFormat, Opened, find_format, format_of
+from hiap.errors import InputError
+from hiap.export.checking import agreement, compared, timed
+from hiap.export.folders import check_folder, export_folder
+from hiap.export.formats import FOLDERS, PRECISIONS_OUT, QUANTIZATIONS, SUFFIXES, ExportFormat, find_format, format_of
 from hiap.export.network import Deployable, description, traced
-from hiap.models.family import logits_of
 from hiap.models.registry import family_of
-from hiap.speed.clock import DTYPES, device_name, timings
+from hiap.speed.clock import DTYPES
 
-__all__ = ["ALLOWED", "export_model", "publish"]
+__all__ = ["export_model", "publish"]
 
-# Largest difference from the logits of PyTorch in float32, relative to the largest of them
-ALLOWED = {"fp32": 1e-4, "fp16": 2e-2}
-BATCHES = (1, 2, 7)  # that a file for any number of images is tried with
+CALIBRATED_AT_ONCE = 8  # images, where the file takes any number
 
 
 def export_model(
@@ -36,6 +33,8 @@ def export_model(
     batch: int | None = None,
     overwrite: bool = False,
     say: Callable[[str], None] = lambda text: None,
+    quantize: str | None = None,
+    calibration: Tensor | None = None,
 ) -> dict[str, Any]:
     """Write a dense or compact model as a file for another runtime, with a report beside it (OUT.json).
 
@@ -43,11 +42,16 @@ def export_model(
     compared with the model before it appears, and carries the preprocessing and the class names.
 
     Args:
-        form: "onnx", "openvino" or "pt2"; by default what the suffix of `out` says.
+        form: "onnx", "openvino", "pt2" or "aoti" (compiled ahead of time); by default what the suffix of `out` says.
+            "transformers" and "timm" write a folder that these libraries read.
         precision: "fp32" or "fp16", of weights and of what is computed between images and logits.
         batch: images at a time; by default any number.
         overwrite: replace files that are there.
         say: is told of progress.
+        quantize: "int8" stores the weights as INT8, and computes the products with them so. What that changes is
+            measured and reported; there is no bound on it.
+        calibration: a few hundred normalised images (N, C, H, W), to find the ranges of activations from. Without,
+            they are found anew in every run, which is slower.
 
     Returns:
         The report: preprocessing, the largest difference, bytes, and ms of this runtime and of PyTorch.
@@ -57,23 +61,44 @@ def export_model(
         ExportError: the model cannot be exported, or the file computes something else. Nothing is written.
     """
     target = Path(out)
+    if form in FOLDERS:
+        _check_precision(precision)
+        check_folder(model, target, form, batch, quantize is not None or calibration is not None, overwrite)
+        return export_folder(model, target, form, precision, say)
     kind = _check(target, form, precision, batch, overwrite)
-    about = description(model, kind.name, precision, batch)
+    _check_quantization(model, kind, precision, batch, quantize, calibration)
+    about = description(model, kind.name, quantize or precision, batch)
+    if quantize:
+        images = 0 if calibration is None else len(calibration)
+        about["quantization"] = {"method": "static" if images else "dynamic", "calibration_images": images}
     dtype = DTYPES[precision] if kind.casts else torch.float32
     say(f"tracing the network for {'any batch' if batch is None else f'a batch of {batch}'}")
     network = Deployable(model, dtype)
     program = traced(network, network.shape, batch)
+    threads = torch.get_num_threads()
     with scratch_beside(target) as folder:
-        made = folder / target.name
+        made, plain = folder / target.name, folder / "fp32" / target.name
         say(f"writing {kind.name}")
-        kind.write(program, made, json.dumps(about), precision)
+        if quantize:
+            plain.parent.mkdir()
+            kind.write(program, plain, json.dumps(about), precision)
+            say(f"quantising to {quantize}")
+            array = None if calibration is None else calibration.float().cpu().numpy()
+            notes = kind.quantize(plain, made, json.dumps(about), array, batch or CALIBRATED_AT_ONCE)
+        else:
+            kind.write(program, made, json.dumps(about), precision)
         say(f"comparing {kind.runtime} with PyTorch")
-        opened = kind.open(made, torch.get_num_threads())
-        report = about | _compared(model, opened, batch, precision)
-        report |= {"bytes": sum(file.stat().st_size for file in folder.iterdir())}
-        report |= _timed(network if dtype == torch.float32 else Deployable(model), opened, kind, batch or 1)
-        del opened  # which may hold the files
-        companions = sorted(file for file in folder.iterdir() if file != made)
+        files = {kind.runtime: kind.open(made, threads)}
+        report = about | compared(model, files[kind.runtime], batch, quantize or precision)
+        if quantize:
+            report["quantization"] = {**report["quantization"], **notes}
+            report["agreement"] = agreement(model, files[kind.runtime], calibration, batch)
+            files[f"{kind.runtime} fp32"] = kind.open(plain, threads)
+            report["bytes_fp32"] = _size(kind, plain)
+        report["bytes"] = _size(kind, made)
+        report |= timed(network if dtype == torch.float32 else Deployable(model), files, batch or 1)
+        del files  # which may hold what is open
+        companions = [file for file in kind.files(made)[1:] if file.exists()]
         own = Path(f"{made}.json")
         own.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         unused = [file for file in kind.files(target) if not (folder / file.name).exists()]
@@ -81,6 +106,10 @@ def export_model(
         for file in unused:  # of the model that was replaced
             file.unlink(missing_ok=True)
     return report
+
+
+def _size(kind: ExportFormat, file: Path) -> int:
+    return sum(one.stat().st_size for one in kind.files(file) if one.exists())
 
 
 def _check(target: Path, form: str | None, precision: str, batch: int | None, overwrite: bool) -> ExportFormat:
@@ -92,8 +121,7 @@ def _check(target: Path, form: str | None, precision: str, batch: int | None, ov
         raise InputError(f"{target} does not say its format: name it {', '.join(f'FILE{one}' for one in SUFFIXES)}")
     if target.suffix != kind.suffix:
         raise InputError(f"a file of {kind.name} ends in {kind.suffix}; found {target}")
-    if precision not in PRECISIONS_OUT:
-        raise InputError(f"precision must be one of {', '.join(PRECISIONS_OUT)}; found {precision!r}")
+    _check_precision(precision)
     if batch is not None and batch < 1:
         raise InputError(f"batch must be at least 1; found {batch}")
     if not target.absolute().parent.is_dir():
@@ -105,44 +133,38 @@ def _check(target: Path, form: str | None, precision: str, batch: int | None, ov
     return kind
 
 
-@torch.no_grad()
-def _compared(model: nn.Module, opened: Opened, batch: int | None, precision: str) -> dict[str, Any]:
-    """The differences of a file from the model, by batch size.
-
-    Raises:
-        ExportError: one is too large.
-    """
-    reference = copy.deepcopy(model).cpu().float().eval()
-    allowed, shape = ALLOWED[precision], family_of(model).input_shape(model)
-    found = {}
-    for count in (batch,) if batch else BATCHES:
-        images = torch.randn(count, *shape, generator=torch.Generator().manual_seed(count))
-        expected = logits_of(reference(images))
-        difference = _difference(expected, torch.from_numpy(opened.run(images.numpy())))
-        if not difference <= allowed:
-            raise ExportError(
-                f"the file computes something else: with {count} images its logits differ by {difference:.3g} of the "
-                f"largest, allowed {allowed:g} in {precision}. Nothing was written"
-            )
-        found[str(count)] = difference
-    return {"difference": found, "tolerance": allowed}
+def _check_precision(precision: str) -> None:
+    if precision not in PRECISIONS_OUT:
+        raise InputError(f"precision must be one of {', '.join(PRECISIONS_OUT)}; found {precision!r}")
 
 
-def _difference(expected: Tensor, found: Tensor) -> float:
-    if expected.shape != found.shape:
-        raise ExportError(f"the file gives logits of shape {tuple(found.shape)}, the model {tuple(expected.shape)}")
-    return float((expected - found).abs().max() / expected.abs().max().clamp(min=torch.finfo(expected.dtype).tiny))
-
-
-def _timed(network: Deployable, opened: Opened, kind: ExportFormat, batch: int) -> dict[str, Any]:
-    """Milliseconds of the file and of the same network in PyTorch, in turns on the CPU."""
-    cpu = torch.device("cpu")
-    images = torch.randn(batch, *network.shape)
-    array = images.numpy()
-    with torch.inference_mode():
-        times = timings([lambda: opened.run(array), lambda: network(images)], cpu, 2, 10)
-    own, torchs = (statistics.median(rounds) for rounds in times)
-    return {"timed_batch": batch, "ms": {kind.runtime: own, "torch": torchs}, "device": device_name(cpu)}
+def _check_quantization(
+    model: nn.Module,
+    kind: ExportFormat,
+    precision: str,
+    batch: int | None,
+    quantize: str | None,
+    calibration: Tensor | None,
+) -> None:
+    if quantize is None:
+        if calibration is not None:
+            raise InputError("calibration images are for --quantize int8, which is not asked for")
+        return
+    if quantize not in QUANTIZATIONS:
+        raise InputError(f"quantize must be one of {', '.join(QUANTIZATIONS)}; found {quantize!r}")
+    if precision != "fp32":
+        raise InputError(f"{quantize} is made from fp32; found the precision {precision!r}: leave it out")
+    kind.check_int8(calibration is not None)
+    if calibration is None:
+        return
+    shape = tuple(family_of(model).input_shape(model))
+    if calibration.dim() != 4 or tuple(calibration.shape[1:]) != shape or len(calibration) < (batch or 1):
+        raise InputError(
+            f"calibration must be {batch or 'one'} or more images (N, {', '.join(map(str, shape))}); found the shape "
+            f"{tuple(calibration.shape)}"
+        )
+    if not bool(calibration.isfinite().all()):
+        raise InputError("some calibration images have values that are not finite")
 
 
 def publish(made: Path, companions: list[Path], report: Path, target: Path) -> None:

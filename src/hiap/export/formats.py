@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,15 +13,21 @@ from typing import Any
 
 from hiap.errors import InputError
 
-__all__ = ["FORMATS", "INPUT", "KEY", "OUTPUT", "PRECISIONS_OUT", "ExportFormat", "Opened", "find_format", "format_of"]
+__all__ = [
+    *("FOLDERS", "FORMATS", "INPUT", "KEY", "OUTPUT", "PRECISIONS_OUT", "QUANTIZATIONS", "SUFFIXES"),
+    *("ExportFormat", "Opened", "find_format", "format_of", "need"),
+]
 
 FORMATS = {  # name -> the module that holds its FORMAT
     "onnx": "hiap.export.onnx_format",
     "openvino": "hiap.export.openvino_format",
     "pt2": "hiap.export.pt2_format",
+    "aoti": "hiap.export.aoti_format",
 }
+FOLDERS = ("transformers", "timm")  # that are a folder for another library, not a file
 SUFFIXES = {".onnx": "onnx", ".xml": "openvino", ".pt2": "pt2"}
 PRECISIONS_OUT = ("fp32", "fp16")  # that a file can be written in
+QUANTIZATIONS = ("int8",)  # that it can be rounded to after that
 INPUT, OUTPUT = "images", "logits"  # names in the file
 KEY = "hiap"  # of the description that a file carries
 
@@ -64,6 +72,26 @@ class ExportFormat(ABC):
             threads: that the runtime may use.
         """
 
+    def check_int8(self, calibrated: bool) -> None:
+        """Raise an InputError if the format has no INT8, or lacks what it takes.
+
+        Args:
+            calibrated: whether there are calibration images.
+        """
+        raise InputError(f"{self.name} has no INT8: export to onnx or openvino")
+
+    def quantize(self, file: Path, out: Path, about: str, images: Any | None, batch: int) -> dict[str, Any]:
+        """Write a file of this format again with INT8 weights; `check_int8` has passed.
+
+        Args:
+            images: for calibration (N, C, H, W), an array of numpy.
+            batch: images at a time.
+
+        Returns:
+            What the report should say of it.
+        """
+        raise NotImplementedError
+
     def files(self, target: Path) -> list[Path]:
         """All files that may make up an exported model, the one that is named first."""
         return [target]
@@ -71,12 +99,15 @@ class ExportFormat(ABC):
     def check(self) -> None:
         """Raise an InputError with the line that installs a package that is missing."""
         for package in self.packages:
-            try:
-                importlib.import_module(package)
-            except ImportError as error:
-                raise InputError(
-                    f'{self.name} needs the package {package} ({error}): pip install "hiap[{self.extra}]"'
-                ) from error
+            need(self.name, package, self.extra)
+
+
+def need(what: str, package: str, extra: str) -> None:
+    """Raise an InputError with the line that installs a package, if it is missing."""
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        raise InputError(f'{what} needs the package {package} ({error}): pip install "hiap[{extra}]"') from error
 
 
 def find_format(name: str) -> ExportFormat:
@@ -86,12 +117,15 @@ def find_format(name: str) -> ExportFormat:
         InputError: there is none.
     """
     if name not in FORMATS:
-        raise InputError(f"format must be one of {', '.join(FORMATS)}; found {name!r}")
+        raise InputError(f"format must be one of {', '.join((*FORMATS, *FOLDERS))}; found {name!r}")
     found: ExportFormat = importlib.import_module(FORMATS[name]).FORMAT
     return found
 
 
 def format_of(file: str | Path) -> ExportFormat | None:
-    """The format that the suffix of a file says; None for any other file, and for a folder."""
+    """The format of a file, by its suffix and, for .pt2, by what is inside; None for other files, and for a folder."""
     name = SUFFIXES.get(Path(file).suffix.lower())
+    if name == "pt2" and Path(file).is_file():
+        with contextlib.suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(file) as archive:
+            name = "aoti" if any("/aotinductor/" in one for one in archive.namelist()) else name
     return find_format(name) if name and not Path(file).is_dir() else None

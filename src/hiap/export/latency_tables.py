@@ -1,12 +1,14 @@
 """Latency tables of other runtimes: the parts of a model are exported one by one, and timed where they will run.
 
-An export takes seconds, so the grid of widths is coarse by default.
+An export takes a second or more, however small it is, so the grid of widths is coarse by default. ONNX takes longest:
+there all widths are exported as one network, which is cut into its parts again.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from hiap.errors import InputError
 from hiap.export.formats import ExportFormat
 from hiap.export.network import Deployable
+from hiap.export.onnx_chains import onnx_chains
 from hiap.export.runtimes import find_runtimes, open_in
 from hiap.speed.clock import DTYPES, Call
 from hiap.speed.measure import OtherRuntime
@@ -44,11 +47,16 @@ def other_runtime(name: str, device: torch.device, precision: str, unit: str = "
     if unit != "ms":
         raise InputError(f"{name} is measured in ms only; found {unit!r}")
     (kind,) = find_runtimes([name], device, [precision])
-    return OtherRuntime(name, functools.partial(_part, kind, precision), functools.partial(_network, kind, precision))
+    return OtherRuntime(name, functools.partial(_parts, kind, precision), functools.partial(_network, kind, precision))
 
 
-def _part(kind: ExportFormat, precision: str, part: nn.Module, x: Tensor) -> Call:
-    return _call(kind, precision, Cast(part, DTYPES[precision] if kind.casts else torch.float32), x)
+def _parts(kind: ExportFormat, precision: str, blocks: Sequence[nn.Module], x: Tensor, copies: int) -> Iterator[Call]:
+    if kind.name == "onnx" and precision == "fp32":
+        yield from onnx_chains(blocks, x, copies)
+        return
+    for block in blocks:
+        chain = nn.Sequential(*(copy.deepcopy(block) for _ in range(copies)))
+        yield _call(kind, precision, Cast(chain, DTYPES[precision] if kind.casts else torch.float32), x)
 
 
 def _network(kind: ExportFormat, precision: str, model: nn.Module, x: Tensor) -> Call:

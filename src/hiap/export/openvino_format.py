@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import sys
 from pathlib import Path
 from typing import Any
 
 from hiap.errors import InputError
-from hiap.export.formats import INPUT, KEY, OUTPUT, ExportFormat, Opened
+from hiap.export.formats import INPUT, KEY, OUTPUT, ExportFormat, Opened, need
 
 __all__ = ["FORMAT"]
 
@@ -30,6 +33,29 @@ class _OpenVino(ExportFormat):
         model.outputs[0].set_names({OUTPUT})
         model.set_rt_info(about, KEY)
         openvino.save_model(model, file, compress_to_fp16=precision == "fp16")
+
+    def check_int8(self, calibrated: bool) -> None:
+        if not calibrated:
+            raise InputError("openvino needs images for INT8: pass --calibration-data FOLDER, or export to onnx")
+        need("INT8 for openvino", "nncf", "nncf")
+
+    def quantize(self, file: Path, out: Path, about: str, images: Any | None, batch: int) -> dict[str, Any]:
+        import nncf
+        import openvino
+
+        assert images is not None
+        nncf.set_log_level(logging.ERROR)
+        parts = [images[start : start + batch] for start in range(0, len(images) - batch + 1, batch)]
+        with contextlib.redirect_stdout(sys.stderr):  # where progress belongs
+            made = nncf.quantize(
+                openvino.Core().read_model(file),
+                nncf.Dataset(parts),
+                subset_size=len(parts),
+                model_type=nncf.ModelType.TRANSFORMER,
+            )
+        made.set_rt_info(about, KEY)
+        openvino.save_model(made, out, compress_to_fp16=False)
+        return {}
 
     def open(self, file: Path, threads: int) -> Opened:
         import openvino

@@ -32,6 +32,7 @@ from hiap.models.transformers_configs import is_pruned
 from hiap.pruning.attach import detach, is_gated
 from hiap.pruning.count import macs, macs_of_widths
 from hiap.pruning.extract import note_provenance, probe, provenance_of, shrink
+from hiap.pruning.hub import local_folder
 from hiap.pruning.rebuilding import MALFORMED, narrow, read_provenance, usage_key, with_fresh_tables
 
 __all__ = ["check_savable", "check_target", "digest_tensors", "load", "save"]
@@ -43,11 +44,7 @@ WEIGHTS = "model.safetensors"
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")  # a user may put them there
 DIGEST = "hiap_config_sha256"
 TENSORS_DIGEST = "hiap_tensors_sha256"
-EDITABLE = (
-    "class_names",
-    "pretrained_cfg",
-    "preprocessing",
-)  # outside the digest: they describe the use, not the network
+EDITABLE = ("class_names", "pretrained_cfg", "preprocessing")  # outside the digest: how the network is used
 REQUIRED = ("skeleton", "blocks", "dense", "topology", "round_to", "macs", "logit_difference", "tolerance")
 
 Folder = str | os.PathLike[str]
@@ -161,13 +158,13 @@ def check_savable(model: nn.Module) -> None:
 
 
 def load(folder: Folder, device: torch.device | str = "cpu") -> nn.Module:
-    """Read a compact model, in eval mode and the dtype it was saved in.
+    """Read a compact model, in eval mode and the dtype it was saved in. On the Hugging Face hub: hf://USER/NAME.
 
     Raises:
         CheckpointError: the folder is missing, damaged, edited, of an unknown format, or not a compact model.
         ConfigError: it is a model of Transformers, which is not installed or too old.
     """
-    path, device = Path(folder), torch.device(device)
+    path, device = local_folder(folder), torch.device(device)
     config = _read_config(path)
     state = _read_weights(path, config)
     try:

@@ -12,7 +12,7 @@ import functools
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,15 +39,16 @@ CHAIN = 4  # copies of a part in one timed call, one after the other as in a net
 
 @dataclass(frozen=True)
 class OtherRuntime:
-    """How a runtime other than torch runs what is measured: each function gets a module and its input, on the CPU.
+    """How a runtime other than torch runs what is measured, on the CPU.
 
     Attributes:
-        part: for blocks in a row, from tokens to tokens.
-        network: for a whole model, from images to logits.
+        parts: gets blocks of several widths, their input, and how many copies of each are to run in a row, from tokens
+            to tokens. It gives a call for each of them in turn.
+        network: gets a whole model, from images to logits, and its input.
     """
 
     name: str
-    part: Callable[[nn.Module, Tensor], Call]
+    parts: Callable[[Sequence[nn.Module], Tensor, int], Iterable[Call]]
     network: Callable[[nn.Module, Tensor], Call]
 
 
@@ -114,9 +115,12 @@ def measure(
                     module.bake((rope[0].to(device), rope[1].to(device)))
             return fuse(blocks, dtype, batch, tokens, last) if kernels else made.to(dtype)
 
-        def branch(widths: Widths) -> float:
-            parts = chain(widths, CHAIN)
-            return clock(other.part(parts, x) if other else functools.partial(parts, x)) / CHAIN
+        def branches(every: Sequence[Widths]) -> Iterator[float]:
+            if other:  # which may export all of them at once
+                calls = other.parts([chain(widths, 1) for widths in every], x, CHAIN)
+            else:
+                calls = (functools.partial(chain(widths, CHAIN), x) for widths in every)
+            return (clock(call) / CHAIN for call in calls)
 
         def last_branch(widths: Widths) -> float:
             part = chain(widths, 1, last)
@@ -128,20 +132,21 @@ def measure(
                 return 0.0
             torch.compiler.reset()
             short, long = (clock(functools.partial(compiled(chain(widths, n)), x)) for n in (CHAIN, 2 * CHAIN))
-            return branch(widths) - (long - short) / CHAIN
+            return next(branches([widths])) - (long - short) / CHAIN
 
-        branch(whole)  # warms the device up
+        if other is None:
+            next(branches([whole]))  # warms the device up
         points = itertools.product(*(axes[axis] for axis in AXES[:3]))
         attentions = [Widths(heads, queries, values, None) for heads, queries, values in points]
         ffns = [Widths(None, 0, 0, neurons) for neurons in axes["neurons"]]
         off = gain(replace(whole, neurons=None))
-        attention = [_less(branch(widths), off) for widths in _told(attentions, "attention", say)]
+        attention = [_less(cost, off) for cost in _told(branches(attentions), len(attentions), "attention", say)]
         off = gain(Widths(None, 0, 0, whole.neurons))
-        ffn = [_less(branch(widths), off) for widths in _told(ffns, "FFN", say)]
+        ffn = [_less(cost, off) for cost in _told(branches(ffns), len(ffns), "FFN", say)]
         last_attention = last_ffn = None
         if last is not None:
-            last_attention = [last_branch(widths) for widths in _told(attentions, "attention of the last block", say)]
-            last_ffn = [last_branch(widths) for widths in _told(ffns, "FFN of the last block", say)]
+            last_attention = list(_told(map(last_branch, attentions), len(attentions), "attention, last block", say))
+            last_ffn = list(_told(map(last_branch, ffns), len(ffns), "FFN, last block", say))
         how = (device, dtype, batch, mode, unit, other, kernels)
         outside, dense = (network_cost(one, *how) for one in (_hollow(model), model))
 
@@ -235,12 +240,12 @@ def measured(
     return {"dense_measured": dense, "measured": compact}
 
 
-def _told(points: list[Widths], what: str, say: Callable[[str], None]) -> Iterator[Widths]:
-    """The points, one by one; says how many are done, about ten times."""
-    for number, point in enumerate(points, 1):
-        yield point
-        if number == len(points) or number % -(-len(points) // 10) == 0:
-            say(f"{what}: {number} of {len(points)} points")
+def _told(costs: Iterable[float], count: int, what: str, say: Callable[[str], None]) -> Iterator[float]:
+    """The costs of so many points, as they are measured; says how many are done, about ten times."""
+    for number, cost in enumerate(costs, 1):
+        yield cost
+        if number == count or number % -(-count // 10) == 0:
+            say(f"{what}: {number} of {count} points")
 
 
 def _less(cost: float, gain: float) -> float:
@@ -297,8 +302,9 @@ def _clock(unit: str, device: torch.device, mode: str) -> Callable[[Call], float
     prepare: Callable[[Call], Call] = (lambda run: graphed(run, device)) if mode != "eager" else (lambda run: run)
     if unit == "mJ":
         return _energy_clock(device, prepare)
-    # What disturbs a clock makes it slow, never fast.
-    return lambda run: min(timings([prepare(run)], device, 2, 20)[0])
+    # What disturbs a clock makes it slow, never fast. A CPU is disturbed often: there, calls are timed one by one.
+    rounds = 20 if device.type == "cpu" else 10
+    return lambda run: min(timings([prepare(run)], device, 2, 20, rounds)[0])
 
 
 def _energy_clock(

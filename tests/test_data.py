@@ -1,3 +1,4 @@
+import os
 import random
 import warnings
 from dataclasses import replace
@@ -15,6 +16,7 @@ from timm.data.readers.img_extensions import is_img_extension
 import hiap
 from hiap.cli.main import main
 from hiap.data.images import Loading
+from hiap.data.memory import read_bytes
 from hiap.data.sources import Augmentation, ByteData, Data, digits, mix_seed, open_data
 from hiap.training.config import read_config
 from hiap.training.setup import load_data, note_preprocessing
@@ -24,9 +26,11 @@ CPU = torch.device("cpu")
 LIGHT = Augmentation(crop=0.5, flip=0.5, policy="rand-m5-mstd0.5", erase=0.5)
 
 
+LOADING = Loading((16, 16), HALF, LIGHT, CPU, workers=0)
+
+
 def opened(data: Path | str, hold: bool = False, classes: int | None = None, **options: Any) -> Data:
-    loading = Loading((16, 16), HALF, LIGHT, CPU, workers=0)
-    return open_data(str(data), replace(loading, **options), hold, classes)
+    return open_data(str(data), replace(LOADING, **options), hold, classes)
 
 
 @pytest.mark.parametrize("hold", [False, True])
@@ -212,6 +216,20 @@ def test_what_was_held_in_memory_is_evaluated_alike(photos: Path) -> None:
     config.data_device = "loader"
     for one, two in zip(held.val(3), load_data(config, model, CPU).val(3), strict=True):
         torch.testing.assert_close(one[0], two[0], atol=1e-6, rtol=0)
+
+
+def test_images_that_are_held_in_memory_keep_no_file_open() -> None:
+    resource = pytest.importorskip("resource")
+    red = Image.new("RGB", (4, 4), (200, 0, 0))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    least = max(map(int, os.listdir("/proc/self/fd"))) + 60 if Path("/proc/self/fd").is_dir() else limits[0]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (least, limits[1]))
+    try:
+        images, labels = read_bytes([(red, i % 3) for i in range(300)], replace(LOADING, workers=1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert images.shape == (300, 3, 16, 16) and images[:, 0].eq(200).all() and not images[:, 1:].any()
+    assert labels.tolist() == [i % 3 for i in range(300)]
 
 
 def same(first: list[tuple[torch.Tensor, ...]], second: list[tuple[torch.Tensor, ...]]) -> bool:

@@ -152,22 +152,31 @@ def read_bytes(dataset: Any, loading: Loading) -> Batch:
         _Bytes(dataset, loading),
         batch_size=256,
         num_workers=loading.workers,
-        collate_fn=list,
+        collate_fn=_parted,
         worker_init_fn=outlive_signals,
     )
-    kept: list[tuple[Tensor, int]] = []
-    skipped: list[str] = []
-    for sample in (sample for batch in loader for sample in batch):
-        if not isinstance(sample, Lost):
-            kept.append(sample)
-        elif sample.fatal is not None:
-            raise InputError(sample.fatal)
-        else:
-            skipped.append(sample.name)
+    images, labels = torch.empty(0, dtype=torch.uint8), torch.empty(len(dataset), dtype=torch.long)
+    count, skipped = 0, []
+    for pixels, own, missing in loader:
+        for one in missing:
+            if one.fatal is not None:
+                raise InputError(one.fatal)
+            skipped.append(one.name)
+        if len(own):  # copied at once: what a worker sends holds an open file for as long as it lives
+            images = images if count else pixels.new_empty(len(dataset), *pixels.shape[1:])
+            images[count : count + len(own)], labels[count : count + len(own)] = pixels, own
+            count += len(own)
     if skipped:
         told = f"{len(skipped)} images cannot be read and are skipped: {named(skipped)}"
         warnings.warn(f"{told}; --strict-data makes this an error", stacklevel=2)
-    if not kept:
+    if not count:
         raise InputError(f"none of {len(skipped)} images can be read; is this an image data set?")
-    images, labels = zip(*kept, strict=True)
-    return torch.stack(images), torch.tensor(labels)
+    return images[:count], labels[:count]
+
+
+def _parted(samples: list[Sample]) -> tuple[Tensor, Tensor, list[Lost]]:
+    """Images and labels of a batch, and what could not be read of it."""
+    missing = [sample for sample in samples if isinstance(sample, Lost)]
+    kept = [sample for sample in samples if not isinstance(sample, Lost)]
+    images = torch.stack([image for image, _ in kept]) if kept else torch.empty(0)
+    return images, torch.tensor([label for _, label in kept], dtype=torch.long), missing

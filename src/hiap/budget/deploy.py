@@ -13,7 +13,7 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 MODES = {
     "eager": "as it is",
     "graph": "its kernels in a CUDA graph",
-    "compile": "optimised and compiled, in a CUDA graph",
+    "compile": "optimised and compiled, in a CUDA graph; on fused kernels where they run",
 }
 
 

@@ -2,14 +2,13 @@
 
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from conftest import write_photos
+from forking import run_forked
 
 pytestmark = pytest.mark.slow
 
@@ -50,27 +49,17 @@ def test_the_process_is_gone_within_seconds(way: str, workers: int, tmp_path: Pa
     photos = write_photos(tmp_path / "photos")
     if way == "worker":
         (tmp_path / "photos/train/cat/broken.png").write_bytes(b"no picture")
-    command = [sys.executable, str(Path(__file__).with_name("exits.py")), way, "prune", "--out", "run"]
+    command = [way, "prune", "--out", "run"]
     command += ["--data", photos, "--workers", str(workers), "--strict-data", "--model-args", MODEL, "--no-pretrained"]
     command += ["--teacher", "none", "--epochs", "4", "--batch-size", "4", "--target", "60%", "--checkpoint-every", "6"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env=environment,
-        text=True,
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    out, err = process.communicate(timeout=120)
+    done = run_forked("exits.py", *command, folder=tmp_path, seconds=120)
     now = time.monotonic()
-    while not ended(process.pid) and time.monotonic() - now < SECONDS:
+    while not ended(done.process) and time.monotonic() - now < SECONDS:
         time.sleep(0.1)
-    status, said = WAYS[way]
-    assert process.returncode == status, err[-3000:]
-    assert re.search(said, out + err, re.MULTILINE) and "Traceback" not in err, err[-3000:]
-    assert ended(process.pid)
+    (status, said), err = WAYS[way], done.stderr
+    assert done.returncode == status, err[-3000:]
+    assert re.search(said, done.stdout + err, re.MULTILINE) and "Traceback" not in err, err[-3000:]
+    assert ended(done.process)
     if when := re.search(r"fault at ([\d.]+)", err):
         assert now - float(when[1]) < SECONDS
     assert [path.name for path in (tmp_path / "run").glob(".checkpoint.*")] == []

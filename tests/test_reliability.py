@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import hiap
 from conftest import write_photos
 from driver import SMALL
+from forking import Ended, run_forked
 from hiap.training.loop import Run, prune
 from hiap.training.run_folder import RunError, RunFolder, load_checkpoint
 from runs import noise_data, tiny
@@ -25,17 +26,22 @@ class TestReliability:
     """Real processes, really killed."""
 
     @staticmethod
-    def run(out: Path, *options: str, check: int | None = 0, launcher: str = "") -> subprocess.CompletedProcess[str]:
-        launch = {
-            "": "",
-            "torchrun": "-m torch.distributed.run --nproc_per_node 2 --master_port 29513",
-            "accelerate": "-m accelerate.commands.launch --multi_gpu --num_processes 2 --main_process_port 29514",
-        }[launcher].split()
-        command = [sys.executable, *launch, str(Path(__file__).parent / "driver.py"), str(out), *options]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=300, env=environment, start_new_session=True
-        )
+    def run(
+        out: Path, *options: str, check: int | None = 0, launcher: str = ""
+    ) -> subprocess.CompletedProcess[str] | Ended:
+        done: subprocess.CompletedProcess[str] | Ended
+        if launcher:
+            launch = {
+                "torchrun": "-m torch.distributed.run --nproc_per_node 2 --master_port 29513",
+                "accelerate": "-m accelerate.commands.launch --multi_gpu --num_processes 2 --main_process_port 29514",
+            }[launcher].split()
+            command = [sys.executable, *launch, str(Path(__file__).parent / "driver.py"), str(out), *options]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=300, env=environment, start_new_session=True
+            )
+        else:
+            done = run_forked("driver.py", str(out), *options)
         assert check is None or done.returncode == check, done.stderr[-3000:]
         return done
 

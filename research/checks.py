@@ -39,6 +39,8 @@ def check(options: argparse.Namespace) -> None:
     if len(targets) > 1:
         check_falling(targets)
         own = TIMED if options.cost else "hiap"
+        if options.keep:
+            raise ValueError("--keep does not go with several targets")
         if methods != [own] or "," in options.rates or options.like or options.go.__name__ != "run":
             raise ValueError(
                 f"several targets are the sizes of one run: `run` them with --methods {own}, one --rates and no --like"

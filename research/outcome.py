@@ -10,7 +10,8 @@ import hiap
 from bookkeeping import epoch_seconds
 from hiap.models.registry import sites
 from hiap.training.loop import Run
-from methods import Peer, accuracy, counted_macs
+from methods import Peer, accuracy
+from narrower import counted_macs
 
 KEPT = (
     *("top1", "top1_before", "dense_top1", "error", "dense_macs", "expected_macs", "undecided", "soft_top1"),

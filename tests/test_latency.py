@@ -16,13 +16,10 @@ from conftest import make
 from hiap.budget.allocate import Allocation, Floors
 from hiap.budget.controller import BudgetError, Controller, Target
 from hiap.budget.latency import LatencyCost, LatencyError, LatencyTable
-from hiap.cli.main import main
-from hiap.models.registry import sites, widths_of
+from hiap.models.registry import sites
 from hiap.nn.compact import Widths
 from hiap.pruning.attach import gates_by_block
-from hiap.speed.calibration import calibrate
 from hiap.speed.clock import device_name
-from hiap.speed.measure import measure, network_cost
 from hiap.training.config import ConfigError, read_config
 from hiap.training.loop import prune
 from hiap.training.run_folder import RunError
@@ -106,25 +103,6 @@ def test_the_last_block_and_padded_neurons_cost_what_they_run_as() -> None:
         *(torch.tensor(row, dtype=torch.float64) for row in ([4.0] * 4, [32.0] * 4, [32.0] * 4, [128.0] * 4))
     )
     assert cost.total(counts).item() == pytest.approx(cost.of_widths(model, [Widths(4, 8, 8, 128)] * 4))
-
-
-def test_a_table_is_calibrated_on_whole_networks() -> None:
-    model, table = make(**MODEL), synthetic()
-    cost, seen = LatencyCost(model, table), []
-
-    def clock(network: torch.nn.Module) -> float:
-        """A branch among others takes 0.25 more."""
-        widths = widths_of(network)
-        seen.append(widths)
-        return cost.of_widths(network, widths) + 0.25 * sum(bool(w.heads) + bool(w.neurons) for w in widths)
-
-    found = LatencyCost(model, calibrate(replace(table, dense=clock(model)), model, clock))
-    assert len(seen) == 5 and len({tuple(widths) for widths in seen}) == 5
-    for widths in seen:
-        whole = cost.of_widths(model, widths) + 0.25 * sum(bool(w.heads) + bool(w.neurons) for w in widths)
-        assert found.of_widths(model, widths) == pytest.approx(whole)
-    least = calibrate(replace(table, dense=1e-3), model, lambda network: 1e-3).ffn  # never nothing
-    assert least[:2] == pytest.approx([0.108, 0.164])
 
 
 @pytest.mark.slow
@@ -363,57 +341,3 @@ def test_a_changed_table_is_noticed(tmp_path: Path) -> None:
     replace(table, outside=0.7).save(tmp_path / "t.json")
     with pytest.raises(RunError, match="has changed since the run"):
         prune(read_config("digits", given), tmp_path / "run", resume=True)
-
-
-def test_measuring(tmp_path: Path) -> None:
-    model = make(**MODEL).float()
-    table = measure(model, CPU, "fp32", 2, name="small")
-    table.check()
-    assert table.heads == [1, 2, 3, 4] and table.qk_dim == [8] and table.neurons[0] == 8 and table.neurons[-1] == 128
-    assert (table.mode, table.dim, table.tokens) == ("eager", 32, 17)
-    cost = LatencyCost(model, table, device_name(CPU), "fp32")
-    assert 0.2 < (cost.outside + cost.dense) / table.dense < 5  # no clock is trusted here; research/latency.py is
-    assert network_cost(model, CPU, torch.float32, 2, "eager") > 0
-    for mode in ("graph", "compile"):
-        with pytest.raises(LatencyError, match=f"mode '{mode}' needs a CUDA device"):
-            measure(model, CPU, "fp32", 2, mode=mode)
-    with pytest.raises(LatencyError, match="reports no energy"):
-        measure(model, CPU, "fp32", 2, unit="mJ")
-    with pytest.raises(LatencyError, match="the model has gates"):
-        measure(hiap.attach(model), CPU, "fp32", 2)
-
-
-@pytest.mark.slow
-def test_measuring_what_is_not_alike_in_all_blocks() -> None:
-    dense = make(**MODEL).float()
-    counts = {"heads": [None, 4, 1, 2], "neurons": [64, None, 24, 8]}
-    compact = hiap.extract(dense, hiap.Topology.from_counts(dense, **counts))
-    table = measure(compact, CPU, "fp32", 1)
-    assert (table.heads[-1], table.neurons[-1]) == (4, 64)
-    assert LatencyCost(compact, table).dense > 0
-    tied = make(**MODEL, qk_norm=True).float()
-    assert measure(tied, CPU, "fp32", 1, grid={"neurons": [128]}).qk_dim == [8]
-    hollow = hiap.extract(dense, hiap.Topology.from_counts(dense, neurons=[None] * 4))
-    with pytest.raises(LatencyError, match="no attention or no FFN"):
-        measure(hollow, CPU, "fp32", 1)
-
-
-@pytest.mark.slow
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "t.json"
-    arguments = ["measure", "--model", "test_vit", "--device", "cpu", "--dtype", "fp32", "--batch", "1", "-o", str(out)]
-    assert main(arguments) == 0
-    assert LatencyTable.load(out).model == "test_vit" and "saved in" in capsys.readouterr().out
-    assert main([*arguments, "--unit", "hours"]) == 1
-    assert "unit must be one of ms, mJ" in capsys.readouterr().err
-    for wrong, message in (
-        (["--dtype", "int8"], "precision must be one of"),
-        (["--model", "nosuch"], "timm cannot make the model nosuch"),
-        (["--device", "gpu"], "--device must be cuda or cpu"),
-        (["-o", str(tmp_path / "no/t.json")], "there is no folder"),
-    ):
-        assert main([*arguments, *wrong]) == 1
-        assert message in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main([*arguments, "--batch", "0"])
-    assert "must be a whole number from 1" in capsys.readouterr().err

@@ -1,7 +1,7 @@
 """A budget in milliseconds (or millijoules): a table of what the parts of a network cost, and a cost made of it.
 
-A table is JSON, measured on one machine and used on another (`measuring.measure` makes one). `LatencyCost` interpolates
-it and adds up blocks.
+A table is JSON, measured on one machine and used on another (`hiap.speed.measure` makes one). `LatencyCost`
+interpolates it and adds up blocks.
 """
 
 from __future__ import annotations

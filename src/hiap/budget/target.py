@@ -13,6 +13,7 @@ from hiap.errors import BudgetError
 __all__ = ["BudgetError", "Target", "check_falling"]
 
 LEAST = 1000.0  # a bare number below it is no count of MACs: its unit was forgotten
+NEAR = 0.01  # of a target, that a model may end below it
 FORMS = "7.4G, 850M, 42%, '1.2M params' or '42% params', or in time 1.8ms or 2.0x"
 
 
@@ -86,6 +87,8 @@ def check_falling(texts: Sequence[str]) -> None:
             )
         if small.absolute(1.0) >= large.absolute(1.0):
             raise BudgetError(f"several targets must fall; found {after} after {before}: name the largest model first")
+        if small.absolute(1.0) > (1 - NEAR) * large.absolute(1.0):
+            raise BudgetError(f"{before} and {after} are too close: a model may end {NEAR:.0%} below its target")
 
 
 def _meant(value: float) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hiap.cli.lookup import check_one_size
+
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "Compare two runs or compact models: accuracy, cost and topology."
@@ -20,11 +22,14 @@ def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from hiap.report.facts import figures, topology_table
-    from hiap.report.gathering import gather
+    from hiap.report.gathering import STATES, gather
 
-    pair = [gather(Path(folder)) for folder in (options.first, options.second)]
+    folders = [Path(folder) for folder in (options.first, options.second)]
+    for folder in folders:
+        check_one_size(folder)
+    pair = [gather(folder) for folder in folders]
     for name, one in zip("AB", pair, strict=True):
-        print(f"{name}  {one.folder}: {one.state}")
+        print(f"{name}  {one.folder}: {STATES[one.state]}")
     found = [{figure.name: figure.compact for figure in figures(one)} for one in pair]
     _print_table(
         ["", "A", "B"],
@@ -39,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
         _print_table(["option", "A", "B"], options_differ)
     tables = [topology_table(one) for one in pair]
     if tables[0].head[:5] != tables[1].head[:5] or not all(table.rows for table in tables):
-        print("the topology of one of them is not known")
+        print("the topology of at least one of them is not known")
         return 0
     rows = [[f"{i}", *_sides(tables, i)] for i in range(max(len(table.rows) for table in tables))]
     differ = [row for row in rows if any("->" in cell for cell in row)]

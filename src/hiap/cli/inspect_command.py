@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from hiap.cli.arguments import positive
 from hiap.cli.bars import bar
+from hiap.cli.lookup import check_one_size
+from hiap.errors import InputError
 
 if TYPE_CHECKING:
     from hiap.nn.compact import Widths
@@ -28,6 +30,9 @@ def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
 
 def run(options: argparse.Namespace) -> int:
     if Path(options.model).is_dir():
+        if options.img_size:
+            raise InputError(f"--img-size is for dense models by name; {options.model} has a size of its own")
+        check_one_size(Path(options.model))
         return _inspect_folder(Path(options.model))
     from hiap.cli.lookup import random_model
     from hiap.models.registry import widths_of

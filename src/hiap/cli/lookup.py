@@ -9,7 +9,7 @@ from typing import Any
 from hiap.errors import InputError
 from hiap.training.rungs import read_rungs
 
-__all__ = ["check_writable", "compact_folder", "find_device", "random_model"]
+__all__ = ["check_one_size", "check_writable", "compact_folder", "find_device", "random_model"]
 
 
 def compact_folder(folder: str) -> Path:
@@ -19,12 +19,19 @@ def compact_folder(folder: str) -> Path:
     path = local_folder(folder)
     if (path / "config.json").is_file():
         return path
-    if not (path / "compact").is_dir() and (rungs := read_rungs(path)):
-        done = " or ".join(str(rung.path) for rung in rungs if rung.state == "done")
-        raise InputError(f"{folder} holds a run of several sizes: name {done or 'one of them once it is done'}")
+    check_one_size(path)
     if (path / "config.yaml").is_file() and not (path / "compact").is_dir():
         raise InputError(f"{folder} holds a run that has not finished: there is no {path / 'compact'} yet")
     return path / "compact" if (path / "compact").is_dir() else path
+
+
+def check_one_size(path: Path) -> None:
+    """Refuse the folder of a run of several sizes, with their names."""
+    rungs = read_rungs(path)
+    if len(rungs) > 1:
+        own = [rung.folder if rung.path == path else rung.path for rung in rungs if rung.state == "done"]
+        done = " or ".join(map(str, own)) or "one of them once it is done"
+        raise InputError(f"{path} holds a run of several sizes: name {done}")
 
 
 def find_device(name: str | None) -> Any:

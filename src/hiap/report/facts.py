@@ -113,16 +113,16 @@ def topology_table(run: RunData) -> Table:
 
 
 def ladder_table(runs: Sequence[RunData]) -> Table:
-    """The rungs of a ladder side by side."""
-    rows = []
+    """The sizes of a run side by side."""
+    rows, score = [], "Feature error" if runs[0].metric == "error" else "Top-1 accuracy"
     for run in runs:
         by_name = {figure.name: figure for figure in figures(run)}
         cells = [run.name, str(run.config.get("target", "-")), STATES[run.state]]
-        for name in ("Top-1 accuracy", "MACs", "Parameters"):
+        for name in (score, "MACs", "Parameters"):
             cells.append(by_name[name].compact if name in by_name else "-")
         speeds = [f"{figure.compact} ({figure.change})" for name, figure in by_name.items() if "Latency" in name]
         rows.append([*cells, speeds[-1] if speeds else "-"])
-    return Table(["size", "target", "state", "top-1", "MACs", "parameters", "latency, largest batch"], rows)
+    return Table(["size", "target", "state", score.lower(), "MACs", "parameters", "latency, largest batch"], rows)
 
 
 def verification(run: RunData) -> list[str]:

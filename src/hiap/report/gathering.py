@@ -124,7 +124,7 @@ def gather_all(folder: Path) -> list[RunData]:
         return [gather(folder)]
     listed = _object(folder / LADDER).get("rungs")
     if not isinstance(listed, list):
-        raise InputError(f"{folder / LADDER} is damaged: it must list the rungs of the ladder; put it back")
+        raise InputError(f"{folder / LADDER} is damaged: it must list the sizes of the run; put it back")
     found = []
     for one in listed:
         path = folder / str(one.get("folder", "")) if isinstance(one, dict) else folder / str(one)
@@ -132,10 +132,10 @@ def gather_all(folder: Path) -> list[RunData]:
             continue
         run = gather(path)
         if isinstance(one, dict) and one.get("state") == "waiting":
-            run.state = "waiting"
+            run.state, run.missing = "waiting", ["this size waits for the larger one before it"]
         found.append(run)
     if not found:
-        raise InputError(f"{folder} holds a ladder without a rung: wait until its first run has begun")
+        raise InputError(f"{folder} holds a run of several sizes of which none has begun: wait for the first")
     return found
 
 
@@ -170,7 +170,10 @@ def gather(folder: Path) -> RunData:
     run.snapshots = [one for one in run.snapshots if _whole(one, run)]
     _place_in_time(run)
     run.blocks = _blocks(run, compact)
-    run.missing = _missing(run, begun)
+    damaged = [
+        file for file in (folder / "report.json", compact / "config.json") if file.is_file() and not _object(file)
+    ]
+    run.missing = [f"{file} cannot be read: it is damaged" for file in damaged] + _missing(run, begun)
     return run
 
 
@@ -218,7 +221,7 @@ def _blocks(run: RunData, compact: Path) -> list[BlockView]:
     if "topology" in run.saved:
         try:
             topology = Topology.from_json(run.saved["topology"])
-            now = [Widths(**widths) for widths in run.saved["blocks"]]
+            now, dense = ([Widths(**widths) for widths in run.saved[key]] for key in ("blocks", "dense"))
         except (TopologyError, TypeError, LookupError) as error:
             raise InputError(f"{compact / 'config.json'} does not describe a compact model: {error}") from error
         if size is None:
@@ -226,7 +229,9 @@ def _blocks(run: RunData, compact: Path) -> list[BlockView]:
 
             size = geometry(load(compact))
         kept = [block.heads or () for block in topology.blocks]
-        return [_view(i, *one, size) for i, one in enumerate(zip(topology.dense, now, kept, strict=True))]
+        if list(topology.dense) != dense:  # heads are numbered in the larger compact model it was cut from
+            kept = [tuple(range(len(heads))) for heads in kept]
+        return [_view(i, *one, size) for i, one in enumerate(zip(dense, now, kept, strict=True))]
     dense = [Widths(**widths) for widths in run.record.get("dense_widths", [])]
     if not dense:
         return []
@@ -244,6 +249,7 @@ def _seen(
     for i, (widths, before) in enumerate(zip(dense, searched, strict=True)):
         end = start + (before.heads or 0)
         heads = tuple(int(h) - start for h in open_heads if start <= h < end)
+        heads = heads if before.heads == widths.heads else tuple(range(len(heads)))
         many = max(len(heads), 1)
         queries, values = (-(-last[kind][i] // many) for kind in ("qk_dims", "value_dims"))
         neurons = None if before.neurons is None else last["neurons"][i]
@@ -265,7 +271,7 @@ def _in_use(folder: Path) -> bool:
     """Whether a process holds the lock of the run."""
     try:
         with (folder / ".lock").open("r") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
     except OSError:

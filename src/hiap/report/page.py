@@ -31,7 +31,7 @@ def page_of(runs: Sequence[RunData], title: str) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
         f"<title>{escape(title)} \N{MIDDLE DOT} HiAP report</title><style>{style}</style></head>"
-        f"<body><main>{header(begun or runs, title)}{body}"
+        f"<body><main>{header(runs, title)}{body}"
         "<footer>Made by HiAP. This file needs nothing else.</footer></main>"
         f'<div id="tip" role="status" hidden></div><script>{script}</script></body></html>\n'
     )

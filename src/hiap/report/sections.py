@@ -22,13 +22,15 @@ __all__ = ["header", "ladder_section", "run_sections"]
 
 def header(runs: Sequence[RunData], title: str) -> str:
     """The name of the run, what it pruned, and how it stands."""
-    run = runs[-1]
+    run = next((one for one in reversed(runs) if one.state != "waiting"), runs[-1])
     words = [run.config.get("model") or run.saved.get("skeleton", {}).get("name") or "Vision Transformer"]
     if run.config.get("data"):
         words.append(f"on {run.config['data']}")
     if run.config.get("target"):
         words.append(f"target {', '.join(str(one.config.get('target')) for one in runs)}")
-    state = run.state if len(runs) == 1 else ("finished" if all(one.state == "finished" for one in runs) else run.state)
+    state = run.state
+    if state == "finished" and any(one.state != "finished" for one in runs):
+        state = "stopped"  # between two sizes
     said = escape(" · ".join(map(str, words)))
     return (
         f'<header><div><p class="brand">HiAP report</p><h1>{escape(title)}</h1>'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hiap.atomic import write_text
+from hiap.atomic import scratch_beside, write_text
 from hiap.errors import InputError
 from hiap.report.gathering import RunData, gather_all
 from hiap.report.markdown import markdown_of
@@ -42,7 +42,11 @@ def write_report(folder: Path, form: str = "html", output: Path | None = None) -
         without = why_not()
         if without:
             raise InputError(without)
-        output.write_bytes(overview(runs[-1]))
+        begun = [run for run in runs if run.state != "waiting"]
+        with scratch_beside(output) as scratch:
+            picture = scratch / output.name
+            picture.write_bytes(overview(begun[-1]))
+            picture.replace(output)
     else:
         write_text(output, report_text(runs, home.resolve().name, form))
     return output

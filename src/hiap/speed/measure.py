@@ -26,8 +26,8 @@ from hiap.nn.compact import Widths, is_glu, shrink_block
 from hiap.nn.rotary import Rotary
 from hiap.pruning.attach import is_gated
 from hiap.pruning.extract import shrink
-from hiap.speed.calibration import calibrate
 from hiap.speed.clock import DTYPES, Call, device_name, graphed, materialise, precision, timings
+from hiap.speed.fitting import calibrate
 from hiap.speed.fused import fuse, hindrance
 from hiap.speed.inference import compiled, optimize
 from hiap.speed.steps import NEURONS

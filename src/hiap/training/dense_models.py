@@ -11,6 +11,7 @@ from torch import nn
 from hiap.models.weights import trained_model
 from hiap.pruning.saving import load
 from hiap.training.config import Config, ConfigError
+from hiap.training.rungs import read_rungs
 
 __all__ = ["dense_model", "model_arguments"]
 
@@ -25,6 +26,9 @@ def dense_model(config: Config) -> nn.Module:
     arguments = model_arguments(config)
     folder = Path(config.model)
     if folder.is_dir() and not timm.is_model(config.model):
+        sizes = [str(rung.path) for rung in read_rungs(folder)]
+        if len(sizes) > 1:
+            raise ConfigError(f"{folder} holds a run of several sizes: name one of {', '.join(sizes)}")
         given = [
             f"--{name.replace('_', '-')}" for name in ("weights", "img_size", "model_args") if getattr(config, name)
         ]

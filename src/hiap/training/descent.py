@@ -30,6 +30,7 @@ class Descent:
         data: what an earlier run has read.
         table: what the first run has measured.
         epochs: of data that the runs before have seen.
+        total: epochs of all sizes together.
     """
 
     home: Path
@@ -42,6 +43,7 @@ class Descent:
     data: Data | None = None
     table: LatencyTable | None = None
     epochs: int = 0
+    total: int = 0
 
     def check_dense(self, model: nn.Module) -> None:
         """Give the dense model the weights that the first run has trained, or see that it is the same.

@@ -10,8 +10,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +78,15 @@ def environment(context: Context) -> dict[str, Any]:
         "processes": context.world,
         "system": platform.platform(terse=True),
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in names if find_spec(name) is not None},
+        "versions": {name: found for name in names if (found := _version(name)) is not None},
     }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def backbone_tensors(model: nn.Module) -> dict[str, Tensor]:

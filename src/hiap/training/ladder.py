@@ -137,7 +137,7 @@ class Ladder:
         """What the run of a target is given by those before it."""
         later = tuple(rung.target for rung in self.rungs[i + 1 :]) if check else ()
         if i == 0:
-            return Descent(self.out, later)
+            return Descent(self.out, later, total=sum(rung.epochs for rung in self.rungs))
         home, above = self.rungs[0].path, self.rungs[i - 1]
         record = self.rungs[0].record
         if not record:

@@ -41,14 +41,14 @@ def plan(config: Config) -> list[str]:
     config.check()
     first, *rest = rung_configs(config) if config.target else [config]
     later = tuple(one.target for one in rest if one.target)
-    lines, seconds, descent = [], 0.0, Descent(Path(), later)
+    lines, seconds, descent = [], 0.0, Descent(Path(), later, total=sum(one.epochs for one in (first, *rest)))
     for one in (first, *rest):
         parts = Setup(one, device, say=lambda text: print(text, file=sys.stderr, flush=True), descent=descent)
         parts.warn()
         more, small = estimate(parts, device)
         seconds += more
         lines += [*([f"size     {one.target}"] if rest else []), *parts.lines()]
-        descent = Descent(Path(), network=small.cpu(), data=parts.data, table=parts.table)
+        descent = Descent(Path(), (), small.cpu(), Path(str(one.target)), data=parts.data, table=parts.table)
     return [*lines, f"time     about {clock(seconds)} on this machine ({device_name(device)})"]
 
 

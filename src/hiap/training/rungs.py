@@ -191,4 +191,4 @@ def further_config(out: Path, given: dict[str, Any]) -> Config:
         ConfigError: the options are wrong.
     """
     last = (read_rungs(out) or finished_run(out))[-1]
-    return read_config(last.path / CONFIG, given)
+    return read_config(last.path / CONFIG, {"stop_after": None, **given})

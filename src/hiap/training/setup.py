@@ -342,7 +342,7 @@ class Setup:
         if config.dense_epochs is not None:
             return config.dense_epochs
         needed = self.new_classifier and config.teacher == "self" and config.taught
-        return math.ceil(config.epochs / 3) if needed else 0
+        return math.ceil(max(config.epochs, self.descent.total if self.descent else 0) / 3) if needed else 0
 
     def control(self, gated: nn.Module) -> Controller:
         """The controller of the target for a gated model."""
@@ -351,7 +351,7 @@ class Setup:
 
     def warn(self) -> None:
         """Say what is likely to disappoint."""
-        config, steps = self.config, self.schedule.total
+        config, steps, random = self.config, self.schedule.total, not (self.trained or self.dense_epochs or self.start)
         if steps < ENOUGH:
             images = self.per_epoch * config.batch_size
             smaller = 2 ** max(0, int(math.log2(max(1, images * config.epochs / ENOUGH))))
@@ -361,7 +361,7 @@ class Setup:
                 f"to prune and to recover: pass {mend}, for about {ENOUGH} steps",
                 stacklevel=2,
             )
-        if not self.trained and not self.dense_epochs and config.teacher == "self" and config.taught:
+        if random and config.teacher == "self" and config.taught:
             other = ", --dense-epochs N to train it first, or --teacher none" if config.labelled else ""
             warnings.warn(
                 "the dense model has random weights and is its own teacher, so it teaches nothing: pass --weights "

@@ -55,6 +55,10 @@ class Summary:
         """The costs that are known: "MACs", "batch 1" and so on."""
         return list(dict.fromkeys(kind for one in self.costs for kind in one))
 
+    def of(self, member: Member) -> list[int]:
+        """Which models a run has made."""
+        return [i for i, model in enumerate(self.models) if model.run == member.name]
+
     def score(self, i: int) -> float | None:
         """How good a model is; None where the run was judged by something else."""
         found = self.models[i].record.get(self.metric.key)
@@ -63,7 +67,7 @@ class Summary:
 
 def summarise(members: Sequence[Member]) -> Summary:
     """Put the finished models of a sweep side by side."""
-    models = [model for member in members for model in member.models()]
+    models = [model for member in members if member.state == "finished" for model in member.models()]
     metric = TOP1 if any(TOP1.key in model.record for model in models) or not models else ERROR
     costs = [_costs(model.record, "") for model in models]
     fronts: list[list[str]] = [[] for _ in models]
@@ -109,20 +113,15 @@ def sweep_table(members: Sequence[Member], summary: Summary) -> Table:
     """The dense models, then a row for each model or, where there is none, for each run."""
     kinds = [kind for kind in summary.kinds if kind != MACS]
     head = ["run", summary.metric.label, MACS, "parameters", *(f"latency, {kind}" for kind in kinds), "Pareto front"]
-    rows = [
-        _row(one.name, one.score, one.costs, one.params, kinds, "") for one in summary.dense
-    ]  # whose own front would be trivial
-    index = {model.name: i for i, model in enumerate(summary.models)}
+    rows = [_row(one.name, one.score, one.costs, one.params, kinds, "") for one in summary.dense]
     for member in members:
-        made = [one.name for one in member.models()]
-        for name in made:
-            i = index[name]
+        made = summary.of(member)
+        for i in made:
             params, said = summary.models[i].record["params"], ", ".join(summary.fronts[i])
-            rows.append(_row(name, summary.score(i), summary.costs[i], params, kinds, said))
+            rows.append(_row(summary.models[i].name, summary.score(i), summary.costs[i], params, kinds, said))
         if not made:
-            rows.append(
-                [member.name, *["-"] * (3 + len(kinds)), "failed" if member.state == "failed" else "not finished"]
-            )
+            state = "failed" if member.state == "failed" else "not finished"
+            rows.append([member.name, *["-"] * (3 + len(kinds)), state])
     return Table(head, rows)
 
 
@@ -165,11 +164,11 @@ def sweep_notes(members: Sequence[Member]) -> list[str]:
 def models_json(members: Sequence[Member], summary: Summary) -> dict[str, dict[str, Any]]:
     """The models of each run as JSON values, by the name of the run."""
     found = {}
-    index = {model.name: i for i, model in enumerate(summary.models)}
     for member in members:
         entries = []
-        for model in member.models():
-            known = {key: model.record[key] for key in KEYS if model.record.get(key) is not None}
-            entries.append({"name": model.name, **known, "pareto": summary.fronts[index[model.name]]})
+        for i in summary.of(member):
+            name, record = summary.models[i].name, summary.models[i].record
+            known = {key: record[key] for key in KEYS if record.get(key) is not None}
+            entries.append({"name": name, **known, "pareto": summary.fronts[i]})
         found[member.name] = {"models": entries}
     return found

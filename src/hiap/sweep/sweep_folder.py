@@ -32,10 +32,12 @@ class SweptModel:
 
     Attributes:
         name: of its run, and of its size where the run has several targets.
+        run: the name of its run.
         record: what its report.json says.
     """
 
     name: str
+    run: str
     folder: Path
     record: dict[str, Any]
 
@@ -62,7 +64,9 @@ class Member:
         """What the run has made, with all that is measured; nothing before its end."""
         rungs = read_rungs(self.folder)
         places = [(f"{self.name}/{rung.path.name}", rung.path) for rung in rungs] or [(self.name, self.folder)]
-        models = [SweptModel(name, path, record) for name, path in places if "speed" in (record := _record(path))]
+        models = [
+            SweptModel(name, self.name, path, record) for name, path in places if "speed" in (record := _record(path))
+        ]
         return models if len(models) == len(places) else []
 
 

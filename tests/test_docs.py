@@ -185,6 +185,8 @@ def run_command(arguments: list[str]) -> int:
     """Run a `hiap` command of a page. The paper's topologies need whole models, and have tests of their own."""
     if "--topology" in arguments:
         return 0
+    if arguments[0] == "sweep":  # whose runs are processes of their own, with whole models
+        return 0 if "--resume" in arguments else main([*arguments, "--dry-run"])
     if arguments[0] == "prune" and "--out" in arguments and "--resume" not in arguments:
         shutil.rmtree(arguments[arguments.index("--out") + 1], ignore_errors=True)  # of the block before
     if arguments[0] == "export" and not Path(arguments[1]).exists():  # of a run that has ended

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,14 @@ def swept(out: Path, starter: Starter | None = None, **given: Any) -> tuple[Swee
     finally:
         folder.close()
     return folder, said
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for something that comes within a minute."""
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -240,8 +249,7 @@ def test_a_signal_lets_every_run_save_and_the_sweep_goes_on_later(
     first = [tmp_path / f"target={target}/waiting" for target in TARGETS[:2]]
 
     def interrupt() -> None:
-        while not all(file.exists() for file in first):
-            time.sleep(0.02)
+        until(lambda: all(file.exists() for file in first))
         os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=interrupt)
@@ -259,7 +267,7 @@ def test_a_signal_lets_every_run_save_and_the_sweep_goes_on_later(
 @pytest.mark.slow
 def test_the_workers_of_a_ray_cluster_share_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray", reason='pip install "hiap[sweep]"')
-    monkeypatch.setenv("STAND_IN_SECONDS", "1.5")
+    monkeypatch.setenv("STAND_IN_SECONDS", "1")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     (tmp_path / "broken target=50%").touch()
     ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
@@ -272,6 +280,17 @@ def test_the_workers_of_a_ray_cluster_share_the_runs(tmp_path: Path, monkeypatch
         times = [json.loads((tmp_path / f"target={one}/times.json").read_text()) for one in ("35%", "70%")]
         assert times[0][0] < times[1][1] and times[1][0] < times[0][1]  # at the same time
         assert len({times[0][2], times[1][2], os.getpid()}) == 3  # by different processes
+        (tmp_path / "wait").touch()
+        (last := tmp_path / "target=60%").mkdir()
+        going = threading.Thread(target=starter.run, args=(last,))
+        going.start()
+        until(lambda: (last / "waiting").exists())
+        starter.stop()
+        going.join()
+        assert (last / OUTPUT).read_text() == "begun\nsaved\n"
+        assert starter.run(tmp_path / "elsewhere").message.endswith(
+            f" does not see {tmp_path / 'elsewhere'}: all machines must share the folder of the sweep"
+        )
     finally:
         ray.shutdown()
 

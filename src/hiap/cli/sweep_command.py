@@ -43,7 +43,7 @@ def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
         "one that runs here, or a new one on this machine",
     )
     command.add_argument("--resume", action="store_true", help="go on with the sweep in OUT, with all of its options")
-    command.add_argument("--dry-run", action="store_true", help="check and list the runs, and exit")
+    command.add_argument("--dry-run", action="store_true", help="check and list all runs of the sweep, and exit")
     add_config(command, every_option)
 
 
@@ -92,7 +92,12 @@ def run(options: argparse.Namespace) -> int:
         raise InputError(f"--resume goes on with the options of the sweep: leave out {flag}")
     planned = planned_runs(options) if options.grid else []
     if options.dry_run:
-        print("\n".join(str(Path(options.out, name)) for _, name, _ in planned))
+        from hiap.sweep.sweep_folder import read_members  # which needs torch
+
+        names = dict.fromkeys(
+            [*(one.name for one in read_members(Path(options.out))), *(name for _, name, _ in planned)]
+        )
+        print("\n".join(str(Path(options.out, name)) for name in names))
         return 0
     return _go(options, planned)
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,7 +147,8 @@ class OnRay:
                 raise InputError(f"--ray {address or ''}: no cluster answers ({first})".replace(" :", ":")) from error
         room = ray.cluster_resources()
         gpus, cores = int(room.get("GPU", 0)), int(room.get("CPU", 1))
-        self.jobs, self.crowded = jobs or max(1, gpus or cores), not gpus
+        self.jobs = jobs or max(1, gpus or cores)
+        self.crowded = not gpus and self.jobs > 1
         # A machine that goes away is no failure of its run, which goes on elsewhere from its last checkpoint.
         self._task = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0, max_retries=2)(_run_there)
         self._going: set[Any] = set()
@@ -186,8 +188,9 @@ def _run_there(command: list[str], folder: str, home: str) -> Outcome:
     begun = _size(path)
     process = _popen([sys.executable, *command[1:]], path, {}, home)
     try:
-        process.wait()
-    except BaseException:  # Ray cancels a task with KeyboardInterrupt
+        while process.poll() is None:  # Ray cancels a task with KeyboardInterrupt, which a wait would not notice
+            time.sleep(0.2)
+    except BaseException:
         process.send_signal(signal.SIGTERM)
         process.wait()
         raise

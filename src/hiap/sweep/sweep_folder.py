@@ -19,7 +19,7 @@ from hiap.training.config import Config
 from hiap.training.run_folder import CONFIG, checkpoints, compare_configs
 from hiap.training.rungs import read_rungs
 
-__all__ = ["SWEEP", "Member", "SweepFolder", "SweptModel"]
+__all__ = ["SWEEP", "Member", "SweepFolder", "SweptModel", "read_members"]
 
 SWEEP = "sweep.json"
 FORMAT = 1
@@ -89,7 +89,7 @@ class SweepFolder:
         self.path = path
         if (path / CONFIG).is_file():
             raise RunError(f"{path} holds a run, not a sweep: pass another --out")
-        self.members = _read(path)
+        self.members = read_members(path)
         known = {member.name: i for i, member in enumerate(self.members)}
         for options, name, config in planned:
             if name not in known:
@@ -152,7 +152,7 @@ def _check_same(folder: Path, config: Config) -> None:
         compare_configs(folder, (folder / CONFIG).read_text(), config.to_yaml())
 
 
-def _read(path: Path) -> list[Member]:
+def read_members(path: Path) -> list[Member]:
     """The runs that sweep.json lists; none where there is no such file."""
     file = path / SWEEP
     if not file.is_file():

@@ -1,9 +1,8 @@
-"""Sweeps: the grid, what is checked before the first run, failures, going on, and the page that compares the results.
+"""Sweeps: failures, signals, going on, several runs at a time, and the page that compares the results.
 
 Most runs here are stand-ins: a process of a moment that writes the report of a run, or fails.
 """
 
-import argparse
 import json
 import os
 import random
@@ -20,10 +19,11 @@ from typing import Any
 import pytest
 
 from browser import Browser, find_browser
-from hiap.cli.main import _parser, main
+from hiap.cli.main import main
 from hiap.cli.sweep_command import planned_runs
 from hiap.errors import RunError
-from hiap.sweep.grid import combinations, parse_axis, run_name
+from hiap.sweep import starting
+from hiap.sweep.grid import run_name
 from hiap.sweep.starting import OUTPUT, Here, OnRay, Starter
 from hiap.sweep.summary import front
 from hiap.sweep.sweep_folder import SweepFolder
@@ -32,6 +32,7 @@ from hiap.training.config import read_config
 from hiap.training.loop import Run
 from made_runs import made_run
 from runs import TINY
+from test_grid import parsed
 
 TARGETS = ("35%", "50%", "70%")
 STAND_IN = """
@@ -87,82 +88,6 @@ def until(true: Callable[[], bool]) -> None:
     while not true():
         assert time.monotonic() < end
         time.sleep(0.02)
-
-
-def parsed(*words: str) -> argparse.Namespace:
-    return _parser().parse_args(["sweep", *words])
-
-
-# -- the grid ---------------------------------------------------------------------------------------------------------
-
-
-def test_every_combination_has_a_folder_named_after_its_values() -> None:
-    found = combinations([parse_axis("target=35%,50%"), parse_axis("--ratio = 5:1, 2:1")])
-    assert found[1] == {"target": "35%", "ratio": "2:1"}
-    assert [run_name(one) for one in found] == [
-        "target=35%_ratio=5-1",
-        "target=35%_ratio=2-1",
-        "target=50%_ratio=5-1",
-        "target=50%_ratio=2-1",
-    ]
-    assert run_name({"target": "50% params", "weights": "a/b.pth"}) == "target=50%-params_weights=a-b.pth"
-    long = [run_name({"weights": "x" * 300 + end}) for end in "ab"]
-    assert long[0] != long[1] and max(map(len, long)) == 120
-
-
-def test_values_are_read_as_the_command_line_reads_them() -> None:
-    words = ["--grid", "keep-blocks=0,11;0", "--grid", "shrink=true,false", "--grid", "lr=1e-3", "--data", "digits"]
-    found = [config for _, _, config in planned_runs(parsed(*words, "--grid", "target=70%,50%;60%"))]
-    assert [one.keep_blocks for one in found] == [[0, 11]] * 4 + [[0]] * 4
-    assert [one.shrink for one in found] == [True, True, False, False] * 2
-    assert [one.targets for one in found[:2]] == [["70%", "50%"], ["60%"]]
-    assert {one.lr for one in found} == {1e-3}
-
-
-def test_recipes_can_be_a_grid_too() -> None:
-    planned = planned_runs(parsed("--grid", "config=ablation_5to1,ablation_2to1", "--data", "photos/"))
-    assert [name for _, name, _ in planned] == ["config=ablation_5to1", "config=ablation_2to1"]
-    assert [config for _, _, config in planned] == [
-        read_config(recipe, {"data": "photos/"}) for recipe in ("ablation_5to1", "ablation_2to1")
-    ]
-
-
-WRONG = {
-    "target=35%,135% lr=1e-3,-1": "hiap: 3 of 4 combinations cannot run:\n"
-    "  target=35%_lr=-1:\n    lr must be positive; found -1.0\n"
-    "  target=135%_lr=1e-3:\n    a target of 135% is more than the dense model: nothing to prune; choose less\n"
-    "  target=135%_lr=-1:\n    lr must be positive; found -1.0\n"
-    "    a target of 135% is more than the dense model: nothing to prune; choose less\n",
-    "lr=fast epochs=1.5": "hiap: the grid is wrong:\n  --grid lr: must be a number; found 'fast'\n"
-    "  --grid epochs: must be a whole number; found '1.5'\n",
-    "shrink=yes": "hiap: the grid is wrong:\n  --grid shrink: must be true or false; found 'yes'\n",
-    "targt=35%": "hiap: --grid 'targt=35%': there is no option 'targt'; did you mean target?\n",
-    "target": "hiap: --grid 'target' must be an option and its values, such as target=35%,50%\n",
-    "target=,": "hiap: --grid 'target=,' has no values: write them with commas between them, such as target=35%,50%\n",
-    "target=50%,50%": "hiap: --grid 'target=50%,50%' has the value '50%' twice\n",
-    "seed=1 seed=2": "hiap: --grid seed is given twice: write all of its values in one\n",
-    "model=a:b,a-b": "hiap: the values 'a:b' and 'a-b' of model would share the folder model=a-b; write one of them "
-    "differently\n",
-    "data=digits": "hiap: --data is given and is in the grid too: leave one of them out\n",
-    "": "hiap: hiap sweep needs something to vary, such as --grid target=35%,50%; or --resume --out FOLDER\n",
-}
-
-
-@pytest.mark.parametrize("grid", WRONG)
-def test_everything_is_checked_before_the_first_run(
-    grid: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [word for one in grid.split() for word in ("--grid", one)]
-    assert main(["sweep", *words, "--data", "digits", "--out", str(tmp_path / "out")]) == 1
-    assert capsys.readouterr().err == WRONG[grid]
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_dry_run_lists_the_runs_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    assert main(["sweep", "--config", "digits", "--grid", "target=35%,50%", "--out", str(out), "--dry-run"]) == 0
-    assert capsys.readouterr().out == f"{out}/target=35%\n{out}/target=50%\n"
-    assert not out.exists()
 
 
 # -- the runs ---------------------------------------------------------------------------------------------------------
@@ -305,26 +230,43 @@ def test_a_missing_ray_is_said_with_the_line_that_installs_it(
     assert not out.exists()
 
 
-@pytest.mark.slow
-def test_an_interrupted_run_is_taken_up_where_it_was_and_a_failure_is_told(
+def test_the_command_ends_with_a_table_and_with_status_1_if_a_run_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = tmp_path / "tiny.yaml"
-    made = {**TINY, "epochs": 2, "checkpoint_every": 1}
-    recipe.write_text(json.dumps({"data": "digits", "data_device": "cpu", "pretrained": False, "mean": [0.5]} | made))
-    words = [
-        "sweep",
-        "--config",
-        str(recipe),
-        "--std",
-        "0.5",
-        "--grid",
-        "target=60%,1%",
-        "--out",
-        str(tmp_path / "out"),
+    class StandIns(Here):
+        def __init__(self, jobs: int) -> None:
+            super().__init__(jobs, stand_in)
+
+    monkeypatch.setattr(starting, "Here", StandIns)
+    command = ["sweep", "--config", "digits", "--grid", "target=35%,50%", "--out", str(tmp_path)]
+    (tmp_path / "broken target=50%").touch()
+    assert main(command) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"runs in {tmp_path}: 2, of which 2 to do, 1 at a time"
+    assert lines[-7:] == [
+        "run           top-1     MACs  parameters  latency, batch 1  Pareto front",
+        "dense       80.00 %  2.000 k         300           4.00 ms",
+        "target=35%  73.50 %      700         105           1.40 ms  MACs, batch 1",
+        "target=50%        -        -           -                 -  failed",
+        "target=50% failed: the loss is not finite at step 3",
+        "1 of 2 runs failed; the same command tries them again",
+        f"report: {tmp_path / 'sweep.html'}",
     ]
-    planned = planned_runs(parsed(*words[1:]))
-    SweepFolder(tmp_path / "out", planned).close()
+    (tmp_path / "broken target=50%").unlink()
+    assert main(["sweep", "--resume", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"runs in {tmp_path}: 2, of which 1 to do, 1 at a time\nstarted target=50%\n")
+    assert "failed" not in printed
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_is_taken_up_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, out = tmp_path / "tiny.yaml", tmp_path / "out"
+    made = {**TINY, "epochs": 2, "checkpoint_every": 1, "data": "digits", "data_device": "cpu", "pretrained": False}
+    recipe.write_text(json.dumps({**made, "mean": [0.5], "std": [0.5]}))
+    words = ["--config", str(recipe), "--grid", "target=60%", "--out", str(out)]
+    planned = planned_runs(parsed(*words))
+    SweepFolder(out, planned).close()
     train_step = Run.train_step
 
     def step(self: Run, *batch: Any) -> Any:
@@ -335,17 +277,13 @@ def test_an_interrupted_run_is_taken_up_where_it_was_and_a_failure_is_told(
     with monkeypatch.context() as patched:
         patched.setattr(Run, "train_step", step)
         with pytest.raises(KeyboardInterrupt):
-            Run(planned[0][2], tmp_path / "out/target=60%", True).go()
-    assert main([*words, "--jobs", "2"]) == 1
-    printed = capsys.readouterr().out
-    assert "resumed at step 3, in the " in (tmp_path / "out/target=60%" / OUTPUT).read_text()
-    first, second = json.loads((tmp_path / "out/sweep.json").read_text())["runs"]
-    assert first["state"] == "finished" and first["models"][0]["pareto"] == ["MACs", "batch 1", "batch 32"]
-    assert "shared" not in first  # it was timed again, alone
-    assert 0.9 < first["models"][0]["macs"] / (0.6 * first["models"][0]["dense_macs"]) <= 1
-    assert second["state"] == "failed" and "1%" in second["message"]
-    assert re.search(r"^target=60% +\d+\.\d\d % ", printed, re.MULTILINE)
-    assert "1 of 2 runs failed; the same command tries them again\n" in printed
+            Run(planned[0][2], out / "target=60%", True).go()
+    assert main(["sweep", *words]) == 0
+    assert "resumed at step 3, in the " in (out / "target=60%" / OUTPUT).read_text()
+    (found,) = json.loads((out / "sweep.json").read_text())["runs"]
+    (model,) = found["models"]
+    assert found["state"] == "finished" and model["pareto"] == ["MACs", "batch 1", "batch 32"]
+    assert 0.9 < model["macs"] / (0.6 * model["dense_macs"]) <= 1
 
 
 # -- the comparison ---------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from browser import Browser, find_browser
 from hiap.cli.main import main
@@ -53,7 +54,8 @@ record = {"dense_top1": 80.0, "top1": 80 - 10 * (1 - share), "dense_macs": 2000,
 record |= {"dense_params": 300, "params": int(300 * share), "speed": [{**speed, "compact_ms": 4 * share}]}
 began = time.time()
 time.sleep(float(os.environ.get("STAND_IN_SECONDS", "0")))
-(folder / "times.json").write_text(json.dumps([began, time.time(), os.getppid()]))
+seen = [began, time.time(), os.getppid(), os.environ.get("CUDA_VISIBLE_DEVICES")]
+(folder / "times.json").write_text(json.dumps(seen))
 (folder / "report.json").write_text(json.dumps(record))
 """
 
@@ -155,7 +157,7 @@ def test_a_folder_that_is_no_such_sweep_is_refused(tmp_path: Path) -> None:
 def overlap(out: Path) -> int:
     """How many of the stand-ins ran at a time."""
     times = [json.loads((out / f"target={target}/times.json").read_text()) for target in TARGETS]
-    return max(sum(start <= moment < end for start, end, _ in times) for moment, _, _ in times)
+    return max(sum(start <= moment < end for start, end, *_ in times) for moment, *_ in times)
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
@@ -164,6 +166,16 @@ def test_as_many_runs_go_on_at_a_time_as_asked_for(jobs: int, tmp_path: Path, mo
     folder, _ = swept(tmp_path, Here(jobs, stand_in))
     assert overlap(tmp_path) == jobs
     assert [one.shared for one in folder.members] == [jobs > 1] * 3
+
+
+def test_runs_on_a_machine_with_several_gpus_have_one_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    monkeypatch.setenv("STAND_IN_SECONDS", "0.2")
+    assert (Here(2).crowded, Here(3).crowded) == (False, True)
+    swept(tmp_path, Here(2, stand_in), targets=("35%", "50%"))
+    seen = [json.loads((tmp_path / f"target={target}/times.json").read_text())[3] for target in ("35%", "50%")]
+    assert sorted(seen) == ["4", "7"]
 
 
 @pytest.mark.parametrize(("number", "raised"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])

@@ -353,7 +353,7 @@ def test_the_page_links_to_the_reports_and_loads_nothing(compared: Path) -> None
         "Accuracy over latency, batch 32",
     ]
     assert "2 of 2 runs finished" in page and "target 35%, 50%" in page
-    assert "the times of 2 of 2 runs were measured while other runs used the same machine" in page
+    assert "The times of 2 of 2 runs were measured while other runs used the same machine" in page
     assert not re.search(r"(src|href)=\"(https?:)?//", page)
 
 

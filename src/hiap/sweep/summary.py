@@ -152,12 +152,12 @@ def sweep_notes(members: Sequence[Member]) -> list[str]:
     shared = [one for one in done if one.shared]
     if shared:
         notes.append(
-            f"the times of {len(shared)} of {len(done)} runs were measured while other runs used the same machine: "
-            "compare them again with `hiap bench`"
+            f"The times of {len(shared)} of {len(done)} runs were measured while other runs used the same machine; "
+            "hiap bench times a model alone."
         )
     devices = {start[-1].get("device") for one in done if (start := starts(one.folder))}
     if len(devices) > 1:
-        notes.append(f"the times were measured on different devices ({', '.join(sorted(map(str, devices)))})")
+        notes.append(f"The times were measured on different devices: {', '.join(sorted(map(str, devices)))}.")
     return notes
 
 

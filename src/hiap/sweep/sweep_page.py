@@ -19,7 +19,7 @@ __all__ = ["sweep_html"]
 ON_FRONT, OFF_FRONT, DENSE = 1, 6, 2  # colours
 LEAD = (
     "A model is on the Pareto front if no other one is at least as accurate for at most the same cost, and better in "
-    "one of both. Point at a chart for names and numbers."
+    "one of the two. Point at a chart for names and numbers."
 )
 
 

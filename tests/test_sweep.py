@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ import torch
 from browser import Browser, find_browser
 from hiap.cli.main import main
 from hiap.cli.sweep_command import planned_runs
-from hiap.errors import RunError
+from hiap.errors import InputError, RunError
 from hiap.sweep import starting
 from hiap.sweep.grid import run_name
 from hiap.sweep.starting import OUTPUT, Here, OnRay, Starter
@@ -269,6 +270,12 @@ def test_the_command_ends_with_a_table_and_with_status_1_if_a_run_failed(
     printed = capsys.readouterr().out
     assert printed.startswith(f"runs in {tmp_path}: 2, of which 1 to do, 1 at a time\nstarted target=50%\n")
     assert "failed" not in printed
+
+
+def test_an_address_without_a_cluster_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
+    with pytest.raises(InputError, match=r"^--ray ray://127\.0\.0\.1:1: no cluster answers \(.*Connection refused\)"):
+        OnRay("ray://127.0.0.1:1")
 
 
 @pytest.mark.slow

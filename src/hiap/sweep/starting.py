@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -140,11 +141,12 @@ class OnRay:
         self._ray, self._command = ray, command
         self._joined = not ray.is_initialized()
         if self._joined:
+            _check_answers(address or "")
             try:
                 ray.init(address=address or None, log_to_driver=False, logging_level="ERROR")
             except (ConnectionError, ValueError) as error:
                 first = str(error).splitlines()[0]
-                raise InputError(f"--ray {address or ''}: no cluster answers ({first})".replace(" :", ":")) from error
+                raise InputError(f"--ray {address or ''}".rstrip() + f": no cluster answers ({first})") from error
         room = ray.cluster_resources()
         gpus, cores = int(room.get("GPU", 0)), int(room.get("CPU", 1))
         self.jobs = jobs or max(1, gpus or cores)
@@ -175,6 +177,17 @@ class OnRay:
         """Leave the cluster; one that was started here ends."""
         if self._joined:
             self._ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Refuse an address at which nothing listens; Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdecimal():  # "auto" and the like, which Ray knows
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, OverflowError) as error:
+        raise InputError(f"--ray {address}: no cluster answers ({error})") from error
 
 
 def _run_there(command: list[str], folder: str, home: str) -> Outcome:

@@ -42,7 +42,7 @@ def sweep_html(home: Path, members: Sequence[Member], summary: Summary) -> str:
     links = [_link(reports.get(row[0]), home) for row in table.rows]
     body = [_header(title, members), _notes(notes)]
     if charts:
-        body.append(section("What a better score costs", grid(charts), LEAD))
+        body.append(section("Accuracy and cost", grid(charts), LEAD))
     body.append(section("All runs", table_of("runs", table, links), "Each name leads to the report of its run."))
     return document(title, "HiAP sweep", "".join(body))
 
@@ -54,7 +54,8 @@ def _header(title: str, members: Sequence[Member]) -> str:
         for option, value in member.options.items():
             values.setdefault(option, [])
             values[option] += [value] if value not in values[option] else []
-    grids = " · ".join(f"{option} {', '.join(found)}" for option, found in values.items())
+    marks = {option: "; " if any("," in one for one in found) else ", " for option, found in values.items()}
+    grids = " · ".join(f"{option} {marks[option].join(found)}" for option, found in values.items())
     state = "finished" if done == len(members) else "stopped" if failed else "running"
     said = f"{done} of {len(members)} runs finished" + (f", {failed} failed" if failed else "")
     return (

@@ -82,3 +82,8 @@ def test_a_dry_run_lists_the_runs_and_writes_nothing(tmp_path: Path, capsys: pyt
     assert main(["sweep", "--config", "digits", "--grid", "target=35%,50%", "--out", str(out), "--dry-run"]) == 0
     assert capsys.readouterr().out == f"{out}/target=35%\n{out}/target=50%\n"
     assert not out.exists()
+
+
+def test_options_beside_resume_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", "--resume", "--lr", "1e-3"]) == 1
+    assert capsys.readouterr().err == "hiap: --resume goes on with the options of the sweep: leave out --lr\n"

@@ -17,6 +17,7 @@ ROOMS = (
     "data",
     "training",
     "report",
+    "sweep",
     "cli",
 )  # from the ground up
 GROUND = ("errors", "atomic")  # files that every room may import

@@ -187,6 +187,8 @@ def run_command(arguments: list[str]) -> int:
         return 0
     if arguments[:2] == ["diff", "runs/mine"]:
         shutil.copytree(arguments[1], arguments[2])
+    if arguments[0] == "sweep":  # whose runs are processes of their own, with whole models
+        return 0 if "--resume" in arguments else main([*arguments, "--dry-run"])
     if arguments[0] == "prune" and "--out" in arguments and "--resume" not in arguments:
         shutil.rmtree(arguments[arguments.index("--out") + 1], ignore_errors=True)  # of the block before
     if arguments[0] == "export" and not Path(arguments[1]).exists():  # of a run that has ended

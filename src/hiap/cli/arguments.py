@@ -13,7 +13,7 @@ from hiap.errors import InputError
 from hiap.training.config import Config, read_config, recipes
 from hiap.training.options import ABLATIONS, CHOICES, FIRST, GROUPS, help_of
 
-__all__ = ["add_config", "given_options", "listed", "positive", "read_options"]
+__all__ = ["add_config", "given_options", "listed", "positive", "read_options", "read_value"]
 
 METAVARS = {  # what stands for the value of an option in help
     **{"model": "NAME", "teacher": "NAME", "data": "FOLDER", "target": "BUDGET"},
@@ -81,6 +81,26 @@ def read_options(options: argparse.Namespace) -> Config:
 def given_options(options: argparse.Namespace) -> dict[str, Any]:
     """The options of the configuration that a command line has."""
     return {name: getattr(options, name) for name, _, _ in help_of() if getattr(options, name) is not None}
+
+
+def read_value(name: str, text: str) -> Any:
+    """The value of an option of the configuration from its text, as the command line reads it.
+
+    Raises:
+        InputError: with what the value must be.
+    """
+    reading = _reading(name, next(kind for one, kind, _ in help_of() if one == name))
+    if "type" not in reading:
+        if text.lower() not in ("true", "false"):
+            raise InputError(f"must be true or false; found {text[:80]!r}")
+        return text.lower() == "true"
+    try:
+        return reading["type"](text)
+    except argparse.ArgumentTypeError as error:
+        raise InputError(str(error)) from error
+    except ValueError as error:
+        need = "a whole number" if reading["type"] is int else "a number"
+        raise InputError(f"must be {need}; found {text[:80]!r}") from error
 
 
 def positive(text: str) -> int:

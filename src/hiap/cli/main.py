@@ -31,6 +31,7 @@ from hiap.cli import (
     prune_command,
     push_command,
     report_command,
+    sweep_command,
 )
 from hiap.errors import HiapError
 
@@ -38,6 +39,7 @@ __all__ = ["main"]
 
 COMMANDS: dict[str, ModuleType] = {
     "prune": prune_command,
+    "sweep": sweep_command,
     "demo": demo_command,
     "plan": plan_command,
     "evaluate": evaluate_command,

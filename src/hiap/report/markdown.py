@@ -9,7 +9,7 @@ from hiap.report.facts import Table, decision_sentences, figures, ladder_table, 
 from hiap.report.gathering import STATES, RunData
 from hiap.report.margins import one_percent
 
-__all__ = ["markdown_of"]
+__all__ = ["markdown_of", "markdown_table"]
 
 
 def markdown_of(runs: Sequence[RunData], title: str) -> str:
@@ -17,7 +17,7 @@ def markdown_of(runs: Sequence[RunData], title: str) -> str:
     parts = [f"# {title}"]
     alone = len(runs) == 1 and runs[0].name == title
     if not alone:
-        parts += ["## All sizes", _table(ladder_table(runs))]
+        parts += ["## All sizes", markdown_table(ladder_table(runs))]
     for run in [one for one in runs if one.state != "waiting"]:
         if not alone:
             parts.append(f"## Size {run.name}")
@@ -33,12 +33,12 @@ def _run(run: RunData, level: str) -> list[str]:
         parts.append("\n".join(f"> {one[0].upper()}{one[1:]}." for one in run.missing))
     rows = [(one.name, one.dense, one.compact, one.change) for one in figures(run)]
     if rows:
-        parts.append(_table(Table(("", "dense", "compact", ""), rows)))
+        parts.append(markdown_table(Table(("", "dense", "compact", ""), rows)))
     decisions = decisions_of(run.snapshots, run.searched) if run.blocks else None
     if decisions is not None:
         parts += [f"{level} When it was decided", _list(decision_sentences(decisions))]
     if run.blocks:
-        parts += [f"{level} Topology", _table(topology_table(run))]
+        parts += [f"{level} Topology", markdown_table(topology_table(run))]
     if margins := one_percent(run.record):
         parts += [f"{level} One percent less, one percent more", _list(margins)]
     if checked := verification(run):
@@ -55,6 +55,7 @@ def _list(sentences: Sequence[str]) -> str:
     return "\n".join(f"- {one}" for one in sentences)
 
 
-def _table(table: Table) -> str:
+def markdown_table(table: Table) -> str:
+    """A table of Markdown."""
     rows = [table.head, ["---"] * len(table.head), *table.rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)

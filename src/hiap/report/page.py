@@ -9,13 +9,11 @@ from importlib.resources import files
 from hiap.report.gathering import RunData
 from hiap.report.sections import header, ladder_section, run_sections
 
-__all__ = ["page_of"]
+__all__ = ["document", "page_of"]
 
 
 def page_of(runs: Sequence[RunData], title: str) -> str:
     """The page of a run, or of the rungs of a ladder."""
-    room = files("hiap.report")
-    style, script = ((room / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     begun = [run for run in runs if run.state != "waiting"]
     if len(runs) == 1 and runs[0].name == title:
         body = run_sections(runs[0])
@@ -26,12 +24,23 @@ def page_of(runs: Sequence[RunData], title: str) -> str:
             for run in begun
         ]
         body = ladder_section(runs) + "".join(rungs)
+    return document(title, "HiAP report", header(runs, title) + body)
+
+
+def document(title: str, kind: str, body: str) -> str:
+    """A whole page.
+
+    Args:
+        kind: what it is, beside its title.
+    """
+    room = files("hiap.report")
+    style, script = ((room / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
-        f"<title>{escape(title)} \N{MIDDLE DOT} HiAP report</title><style>{style}</style></head>"
-        f"<body><main>{header(runs, title)}{body}"
+        f"<title>{escape(title)} \N{MIDDLE DOT} {escape(kind)}</title><style>{style}</style></head>"
+        f"<body><main>{body}"
         "<footer>Made by HiAP. This file needs nothing else.</footer></main>"
         f'<div id="tip" role="status" hidden></div><script>{script}</script></body></html>\n'
     )

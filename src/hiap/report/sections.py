@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from html import escape
 from typing import Any
@@ -12,10 +11,11 @@ import yaml
 from hiap.report.charts import course_charts, decision_charts, evolution_charts, gate_charts, run_key
 from hiap.report.decisions import decisions_of
 from hiap.report.drawing import draw_network
+from hiap.report.elements import grid, section, table_of
 from hiap.report.facts import Figure, Table, decision_sentences, figures, ladder_table, topology_table, verification
 from hiap.report.gathering import STATES, RunData
 from hiap.report.margins import one_percent
-from hiap.report.plotting import WIDE, Chart, Line, line_chart, why_not
+from hiap.report.plotting import WIDE, Line, line_chart, why_not
 
 __all__ = ["header", "ladder_section", "run_sections"]
 
@@ -63,7 +63,7 @@ def ladder_section(runs: Sequence[RunData]) -> str:
                 width=WIDE,
             )
         )
-    return _section("All sizes", _table("sizes", ladder_table(runs)) + _grid(charts), "Each size is a run of its own.")
+    return section("All sizes", table_of("sizes", ladder_table(runs)) + grid(charts), "Each size is a run of its own.")
 
 
 def run_sections(run: RunData) -> str:
@@ -129,16 +129,16 @@ def _network(run: RunData) -> str:
         decided = "freeze_step" in run.record
         now = "The widths are final." if decided else "This is how the gates stand now; they are still deciding."
         lead += f" {now}" if run.snapshots else ""
-    parts = [_section("The network", draw_network(run.blocks), lead)]
+    parts = [section("The network", draw_network(run.blocks), lead)]
     if charts:
         lead = "What every block keeps over the search. The stronger the colour, the more is kept."
-        parts.append(_section("How it came about", _grid(charts), lead))
+        parts.append(section("How it came about", grid(charts), lead))
     return "".join(parts)
 
 
 def _learning(run: RunData) -> str:
     charts = course_charts(run) if why_not() is None else []
-    return _section("Training", _grid(charts)) if charts else ""
+    return section("Training", grid(charts)) if charts else ""
 
 
 def _gates(run: RunData) -> str:
@@ -151,10 +151,10 @@ def _gates(run: RunData) -> str:
         said = "".join(f"<li>{escape(one)}</li>" for one in decision_sentences(decisions))
         charts = decision_charts(run, decisions) if drawn else []
         lead = "A decision is final when the unit stays open or closed until the end of the search."
-        parts.append(_section("When it was decided", f'<ul class="said">{said}</ul>{_grid(charts)}', lead))
+        parts.append(section("When it was decided", f'<ul class="said">{said}</ul>{grid(charts)}', lead))
     if drawn:
         lead = "Probability that a gate is open, for all gates of a kind. In the end they should be near 0 or near 1."
-        parts.append(_section("Gate probabilities", _grid(gate_charts(run)), lead))
+        parts.append(section("Gate probabilities", grid(gate_charts(run)), lead))
     return "".join(parts)
 
 
@@ -162,18 +162,18 @@ def _topology(run: RunData) -> str:
     if not run.blocks:
         return ""
     lead = "Widths as they are built." if run.saved else "Open units; widths are means over open heads, rounded up."
-    return _section("Topology", _table(f"{run_key(run)}-topology", topology_table(run)), lead)
+    return section("Topology", table_of(f"{run_key(run)}-topology", topology_table(run)), lead)
 
 
 def _margins(run: RunData) -> str:
     said = "".join(f"<li>{escape(one)}</li>" for one in one_percent(run.record))
     lead = "What the gates would have chosen for a slightly smaller or larger budget, and the loss they expected of it."
-    return _section("One percent less, one percent more", f'<ul class="said">{said}</ul>', lead) if said else ""
+    return section("One percent less, one percent more", f'<ul class="said">{said}</ul>', lead) if said else ""
 
 
 def _checked(run: RunData) -> str:
     said = "".join(f"<li>{escape(one)}</li>" for one in verification(run))
-    return _section("Verification", f'<ul class="said">{said}</ul>') if said else ""
+    return section("Verification", f'<ul class="said">{said}</ul>') if said else ""
 
 
 def _pictures(run: RunData) -> str:
@@ -188,7 +188,7 @@ def _pictures(run: RunData) -> str:
     lost = run.record.get("answers", {}).get("dense_only", len(run.pictures))
     images = f"{len(run.pictures)} of the {lost} validation images"
     lead = f"{images} that the dense model gets right and the compact one wrong."
-    return _section("What was lost", f'<div class="pictures">{shown}</div>', lead)
+    return section("What was lost", f'<div class="pictures">{shown}</div>', lead)
 
 
 def _origin(run: RunData) -> str:
@@ -208,41 +208,8 @@ def _origin(run: RunData) -> str:
     if versions:
         rows.append(("versions", ", ".join(f"{name} {number}" for name, number in versions.items())))
     if rows:
-        parts.append(_table(f"{run_key(run)}-origin", Table(("", ""), rows)))
+        parts.append(table_of(f"{run_key(run)}-origin", Table(("", ""), rows)))
     if run.config:
         text = escape(yaml.safe_dump(run.config, sort_keys=False))
         parts.append(f"<details><summary>Configuration, {len(run.config)} options</summary><pre>{text}</pre></details>")
-    return _section("Where it comes from", "".join(parts)) if parts else ""
-
-
-def _section(title: str, body: str, lead: str = "") -> str:
-    said = f'<p class="lead">{escape(lead)}</p>' if lead else ""
-    return f"<section><h2>{escape(title)}</h2>{said}{body}</section>"
-
-
-def _table(key: str, table: Table) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in table.head)
-    head = f"<thead><tr>{head}</tr></thead>" if any(table.head) else ""
-    rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows)
-    kind = "plain" if not head else "numbers"
-    return (
-        f'<div class="table"><button class="copy" type="button" data-copy="{key}">Copy</button>'
-        f'<div class="scroll"><table id="{key}" class="{kind}">{head}<tbody>{rows}</tbody></table></div></div>'
-    )
-
-
-def _grid(charts: Sequence[Chart]) -> str:
-    pairs = " pairs" if charts and charts[0].wide else ""
-    return f'<div class="grid{pairs}">{"".join(_chart(chart) for chart in charts)}</div>' if charts else ""
-
-
-def _chart(chart: Chart) -> str:
-    legend = "".join(
-        f'<span><i class="{kind}" style="--c:{colour}"></i>{escape(name)}</span>' for name, colour, kind in chart.legend
-    )
-    data = json.dumps(chart.hover, separators=(",", ":")).replace("<", "\\u003c")
-    return (
-        f'<figure class="chart" role="img" aria-label="{escape(chart.title)}"><h3>{escape(chart.title)}</h3>'
-        f'<div class="legend">{legend}</div>{chart.svg}'
-        f'<figcaption>{escape(chart.note)}</figcaption><script type="application/json">{data}</script></figure>'
-    )
+    return section("Where it comes from", "".join(parts)) if parts else ""

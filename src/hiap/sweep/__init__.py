@@ -1,0 +1,1 @@
+"""Many runs from one command, on one machine or on a cluster."""

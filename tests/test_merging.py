@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import timm
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchvision.models.vision_transformer import VisionTransformer
 
 import hiap
+import merging
 from any_family import close, counted
 from any_family import ragged as random_topology
 from conftest import images, make, randomise
@@ -250,14 +252,17 @@ def test_a_merging_model_is_not_saved_and_has_no_fused_kernels(tmp_path: Path) -
 # -- the command line -------------------------------------------------------------------------------------------------
 
 
+DIGITS = {"img_size": 8, "patch_size": 2, "embed_dim": 16, "depth": 2, "num_heads": 2, "in_chans": 1, "num_classes": 10}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved compact model for the digits, with a mean over its tokens."""
-    given: dict[str, Any] = {"img_size": 8, "patch_size": 2, "embed_dim": 16, "num_heads": 2, "depth": 2}
+    """A saved compact model for the digits, with a mean over its tokens; the dense one is beside it."""
     torch.manual_seed(0)
-    model = timm.create_model("vit_tiny_patch16_224", **given, in_chans=1, num_classes=10, global_pool="avg").eval()
+    model = timm.create_model("vit_tiny_patch16_224", **DIGITS, global_pool="avg").eval()
     randomise(model)
     path = tmp_path_factory.mktemp("merging") / "compact"
+    save_file(model.state_dict(), path.parent / "dense.safetensors")
     hiap.save(hiap.extract(model, hiap.Topology.from_counts(model, heads=[1, 2], neurons=[None, 24])), path)
     return path
 
@@ -298,3 +303,22 @@ def test_an_onnx_file_merges_like_the_model(folder: Path, capsys: pytest.Capture
     assert (report["merge_tokens"], report["macs"]) == (4, hiap.macs(merged))
     assert main(["export", str(folder), "--merge-tokens", "4", "--format", "timm", "-o", "new"]) == 1
     assert "timm is a folder of weights, which merge nothing" in capsys.readouterr().err
+
+
+def test_the_script_compares_pruning_merging_and_both(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compact, out = hiap.load(folder), folder.parent / "table.json"
+    dense = [
+        "--model-args",
+        json.dumps({**DIGITS, "global_pool": "avg"}),
+        "--weights",
+        f"{out.parent}/dense.safetensors",
+    ]
+    how = ["--device", "cpu", "--precision", "fp32", "--mode", "eager", "--batch-size", "64", "--runs", "2"]
+    given = ["--compact", str(folder), *dense, "--data", "digits", *how]
+    merging.main([*given, "--merge", "0,4", "--out", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    names = [(row["network"], row["merge_tokens"]) for row in rows]
+    assert names == [("dense", 0), ("dense", 4), ("compact", 0), ("compact", 4)]
+    assert [row["macs"] for row in rows[2:]] == [hiap.macs(compact), hiap.macs(hiap.merge_tokens(compact, 4))]
+    printed = capsys.readouterr().out.splitlines()[-4:]
+    assert [line.split(" | ")[3] for line in printed] == [f"{row['top1']:.2f} %" for row in rows]

@@ -118,7 +118,7 @@ POOLS = ["deit_distilled", "siglip", "siglip_gap"]  # class tokens, attention ov
 def test_merging_is_what_the_loops_of_the_reference_compute(name: str) -> None:
     model = make(name)
     x = images(model)
-    for one in (model, ragged(model)):
+    for one in (model, ragged(model)) if name in POOLS else (ragged(model),):
         merged = hiap.merge_tokens(one, R)
         with torch.no_grad():
             assert close(slow_logits(one, x, R), merged(x), 1e-10)
@@ -175,7 +175,7 @@ def test_optimised_models_merge_alike(name: str) -> None:
 
 
 def test_a_compiled_model_merges_alike_in_one_graph() -> None:
-    merged = hiap.merge_tokens(ragged(make("siglip_gap")), R)
+    merged = hiap.merge_tokens(make("siglip_gap", depth=2), R)
     with torch.no_grad():
         x = images(merged.model)
         assert close(merged(x), torch.compile(merged, backend="aot_eager", fullgraph=True)(x))

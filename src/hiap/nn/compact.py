@@ -114,7 +114,7 @@ class Attention(nn.Module):
         if self.position is not None:
             bias = self.position().to(q.dtype)
             attn_mask = bias if attn_mask is None else bias + attn_mask
-        x = F.scaled_dot_product_attention(
+        x: Tensor = F.scaled_dot_product_attention(
             q,
             k,
             v,

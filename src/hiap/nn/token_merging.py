@@ -12,7 +12,7 @@ The idea is that of ToMe (Bolya et al., "Token Merging: Your ViT But Faster", 20
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -129,7 +129,7 @@ def run_merging(blocks: Iterable[nn.Module], x: Tensor, most: int, prefix: int, 
 
 def token_bias(sizes: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """What is added to the scores of attention, so that a token counts as often as it has patches. (B, 1, 1, N)"""
-    return None if sizes is None else cast(Tensor, sizes.log().to(dtype)[:, None, None, :])
+    return None if sizes is None else sizes.log().to(dtype)[:, None, None, :]
 
 
 class MergingBlocks(nn.Module):

@@ -77,7 +77,7 @@ def _new_places(matching: Matching) -> Tensor:
     """Where each of M tokens is after merging: its place among those that stay, or that of its partner. (B, M)"""
     source, target, kept = matching
     M = kept.shape[1] + source.shape[1]
-    own = torch.arange(M, device=kept.device).expand(len(kept), -1)
+    own = torch.arange(M, device=kept.device).expand(kept.shape[0], -1)  # len would fix the batch in a traced graph
     rank = torch.zeros_like(own).scatter(1, kept, own[:, : kept.shape[1]])
     return rank.gather(1, own.scatter(1, source, target))
 

@@ -1,6 +1,6 @@
 """Pruning alone, token merging alone, and both: accuracy and time on one device.
 
-    python research/merging.py --compact RUN --weights dense.safetensors --data FOLDER --merge 0,4,8,12,16 --out FILE
+    python research/merging.py --compact RUN --weights dense.safetensors --data FOLDER --merge-tokens 0,4,8,12,16 --out FILE
 
 RUN is the folder of a run, or one that hiap.save wrote. The dense model is --model (timm's ViT-Ti by default) with
 --model-args and --weights, as `hiap evaluate` takes them. FOLDER is whatever `hiap evaluate --data` takes; both models
@@ -68,7 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--model-args", type=json.loads, default={}, help="JSON arguments of its constructor")
     add("--weights", help="of the dense model; by default those that come with its name")
     add("--data", required=True, help="what hiap evaluate takes")
-    add("--merge", type=listed(int), default=[0, 4, 8, 12, 16], metavar="A,B", help="tokens to merge in each block")
+    add(
+        "--merge-tokens",
+        type=listed(int),
+        default=[0, 4, 8, 12, 16],
+        metavar="A,B",
+        help="tokens to merge in each block",
+    )
     gpu = torch.cuda.is_available()
     add("--device", default="cuda" if gpu else "cpu")
     add("--precision", default="bf16" if gpu else "fp32")
@@ -85,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     data = load_data(config, compact, device)
     settings = {"batch": options.batch_size, "precision": options.precision, "mode": options.mode, "warmup": 10}
     settings["repeat"] = options.runs
-    rows = compare(networks, data, options.merge, device, settings)
+    rows = compare(networks, data, options.merge_tokens, device, settings)
     print(table(rows))
     if options.out:
         found = {"device": device_name(device), "torch": torch.__version__, **settings, "rows": rows}

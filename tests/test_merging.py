@@ -316,7 +316,7 @@ def test_the_script_compares_pruning_merging_and_both(folder: Path, capsys: pyte
     ]
     how = ["--device", "cpu", "--precision", "fp32", "--mode", "eager", "--batch-size", "64", "--runs", "2"]
     given = ["--compact", str(folder), *dense, "--data", "digits", *how]
-    merging.main([*given, "--merge", "0,4", "--out", str(out)])
+    merging.main([*given, "--merge-tokens", "0,4", "--out", str(out)])
     rows = json.loads(out.read_text())["rows"]
     names = [(row["network"], row["merge_tokens"]) for row in rows]
     assert names == [("dense", 0), ("dense", 4), ("compact", 0), ("compact", 4)]

@@ -1,6 +1,6 @@
 """Pruning alone, token merging alone, and both: accuracy and time on one device.
 
-    python research/merging.py --compact RUN --weights dense.safetensors --data FOLDER --merge-tokens 0,4,8,12,16 --out FILE
+    python research/merging.py --compact RUN --weights dense.safetensors --data FOLDER --merge-tokens 0,4,8 --out FILE
 
 RUN is the folder of a run, or one that hiap.save wrote. The dense model is --model (timm's ViT-Ti by default) with
 --model-args and --weights, as `hiap evaluate` takes them. FOLDER is whatever `hiap evaluate --data` takes; both models

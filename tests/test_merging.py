@@ -212,15 +212,14 @@ def test_models_of_transformers_merge() -> None:
     transformers = pytest.importorskip("transformers")
     small = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 48}
     torch.manual_seed(0)
-    for kind in ("ViT", "Dinov2"):
-        config = getattr(transformers, f"{kind}Config")(**small, image_size=32, patch_size=8, num_labels=5)
-        model = getattr(transformers, f"{kind}ForImageClassification")(config)
-        randomise(model)
-        model, x = model.double().eval(), torch.randn(2, 3, 32, 32, dtype=torch.float64)
-        merged = hiap.merge_tokens(model, R)
-        with torch.no_grad():
-            assert close(slow_logits(model, x, R), merged(x), 1e-10)
-        assert hiap.macs(merged) == counted(merged, x) < hiap.macs(model)
+    config = transformers.Dinov2Config(**small, image_size=32, patch_size=8, num_labels=5)
+    model = transformers.Dinov2ForImageClassification(config)  # reads the class token, and a mean of the others
+    randomise(model)
+    model, x = model.double().eval(), torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    merged = hiap.merge_tokens(model, R)
+    with torch.no_grad():
+        assert close(slow_logits(model, x, R), merged(x), 1e-10)
+    assert hiap.macs(merged) == counted(merged, x) < hiap.macs(model)
 
 
 def test_what_cannot_merge_is_refused_with_the_reason() -> None:

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from hiap.pruning.topology import BlockTopology, Topology, harden, set_topology
     from hiap.speed.inference import compiled, optimize
     from hiap.speed.measure import measure
+    from hiap.speed.merging import merge_tokens
     from hiap.training.config import Config, read_config
     from hiap.training.loop import prune
     from hiap.training.result import Result
@@ -104,6 +105,7 @@ __all__ = [
     "load",
     "macs",
     "measure",
+    "merge_tokens",
     "optimize",
     "parameter_groups",
     "prune",
@@ -139,6 +141,7 @@ _MODULES = {  # and the names each of them gives to the package
     "pruning.topology": "BlockTopology Topology harden set_topology",
     "speed.inference": "compiled optimize",
     "speed.measure": "measure",
+    "speed.merging": "merge_tokens",
     "training.config": "Config read_config",
     "training.loop": "prune",
     "training.result": "Result",

@@ -19,6 +19,7 @@ EXAMPLES = """examples:
   hiap bench runs/deit_s
   hiap bench runs/mine --precision bf16 --batch-size 1,64 --mode compile+graph --out speed.json
   hiap bench runs/mine --device cpu --runtime torch,onnx,openvino
+  hiap bench runs/mine --merge-tokens 8
   hiap bench --model deit_base_patch16_224 --topology deit_base_7.4g --paper
 """
 
@@ -44,6 +45,7 @@ def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
     add("--mode", type=listed(str), metavar="A,B", help=modes)
     add("--runtime", type=listed(str), metavar="A,B", help="of torch, onnx, openvino, pt2, aoti (default torch)")
     add("--kernels", action="store_true", help="also on fused kernels (CUDA with Triton, bf16 or fp16)")
+    add("--merge-tokens", type=positive, metavar="R", help="also with R tokens merged in each block")
     add("--warmup", type=positive, help="untimed runs (default 10)")
     add("--runs", type=positive, help="timed runs of each network (default 50)")
     add(
@@ -53,6 +55,7 @@ def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    import hiap
     from hiap.export.runtimes import bench_runtimes, find_runtimes
     from hiap.speed.bench import bench, record, table
 
@@ -60,7 +63,11 @@ def run(options: argparse.Namespace) -> int:
     check_writable(options.json)
     on_gpu, paper = device.type == "cuda" and not options.paper, options.paper
     runtimes = options.runtime or ["torch"]
+    if options.merge_tokens and options.kernels:
+        raise InputError("--kernels and --merge-tokens do not go together: the fused kernels do not merge tokens")
     networks = _networks(options)
+    if options.merge_tokens:
+        networks |= {f"{name} merged": hiap.merge_tokens(one, options.merge_tokens) for name, one in networks.items()}
     settings: dict[str, Any] = {
         "batches": options.batch or ([1, 256] if device.type == "cuda" or paper else [1, 8]),
         "precisions": options.precision or (["fp32", "bf16"] if on_gpu else ["fp32"]),
@@ -77,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     rows = bench(networks, device, say=say, **settings) if "torch" in runtimes else []
     same = {name: settings[name] for name in ("batches", "precisions", "warmup", "repeat")}
     rows += bench_runtimes(networks, others, say=say, **same)
-    found = record(rows, device, settings | {"runtimes": runtimes})
+    found = record(rows, device, settings | {"runtimes": runtimes, "merge_tokens": options.merge_tokens or 0})
     print(f"{found['device']}, torch {found['torch']}")
     print(table(rows, next(iter(networks))))
     if options.json:

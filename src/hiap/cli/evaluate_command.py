@@ -20,6 +20,7 @@ HELP = "Accuracy of a saved compact model, or of a dense one, on the validation 
 EXAMPLES = """examples:
   hiap evaluate runs/mine --data photos/
   hiap evaluate mine.onnx --data photos/
+  hiap evaluate runs/mine --data photos/ --merge-tokens 8
   hiap evaluate runs/backbone --against dense --data photos/ --knn --linear-probe
   hiap evaluate --model deit_small_patch16_224 --data imagenet/
   hiap evaluate --model vit_tiny_patch16_224 --weights my.safetensors --img-size 128 --data photos/
@@ -42,6 +43,8 @@ def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
     command.add_argument(
         "--batch-size", type=positive, default=None, help="images at a time (default 256, on a CPU 64)"
     )
+    merging = "merge so many tokens in each block, for speed; the model of --against stays as it is"
+    command.add_argument("--merge-tokens", type=positive, metavar="R", help=merging)
     command.add_argument("--out", dest="json", metavar="FILE", help="write the figures here, as JSON")
     add = command.add_argument_group("features, instead of the classifier").add_argument
     add("--knn", action="store_true", help="top-1 of the nearest training images, by cosine similarity")
@@ -76,6 +79,8 @@ def run(options: argparse.Namespace) -> int:
     check_writable(options.json)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     exported = options.folder is not None and format_of(options.folder) is not None
+    if exported and options.merge_tokens:
+        raise InputError(f"{options.folder} is a file already: merge tokens when it is written (hiap export)")
     if exported and probes:
         raise InputError(f"{options.folder} gives logits alone: --knn, --linear-probe and --zero-shot go with a folder")
     objective = {"objective": "features"} if probes else {}
@@ -90,13 +95,15 @@ def run(options: argparse.Namespace) -> int:
     else:
         name, model = "compact", hiap.load(compact_folder(options.folder), device)
     family_of(model).sites(model)  # refuses what cannot be pruned
+    if options.merge_tokens:
+        model = hiap.merge_tokens(model, options.merge_tokens)
     batch = options.batch_size or (256 if device.type == "cuda" else 64)
     if probes:
         models = {name: model} if options.against is None else {**_other(options, device), name: model}
         figures = _probed(options, config, models, batch, device)
     else:
         figures = _classified(options.folder or config.weights or config.model, config, model, batch, device)
-    return _written(options.json, figures)
+    return _written(options.json, figures | ({"merge_tokens": options.merge_tokens} if options.merge_tokens else {}))
 
 
 def _written(file: str | None, figures: dict[str, Any]) -> int:

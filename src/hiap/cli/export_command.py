@@ -17,6 +17,7 @@ EXAMPLES = """examples:
   hiap export runs/mine -o mine.onnx
   hiap export runs/mine --format openvino --precision fp16 -o mine.xml
   hiap export runs/mine --format pt2 --batch 8 -o mine.pt2
+  hiap export runs/mine --merge-tokens 8 -o mine.onnx
   hiap export runs/mine --quantize int8 --calibration-data photos/ -o mine_int8.onnx
 """
 
@@ -36,6 +37,7 @@ def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
     add("--calibration-images", type=positive, metavar="N", help=count)
     batch = "images at a time: a number, or dynamic for any number (default dynamic)"
     add("--batch-size", "--batch", dest="batch", type=_batch, default=None, metavar="N", help=batch)
+    add("--merge-tokens", type=positive, metavar="R", help="merge so many tokens in each block, for speed")
     add("-o", "--out", dest="out", metavar="FILE", required=True, help="file to write; a report goes to FILE.json")
     add("--overwrite", action="store_true", help="replace files that are there")
 
@@ -47,7 +49,11 @@ def run(options: argparse.Namespace) -> int:
         raise InputError("--calibration-data goes with --quantize int8")
     if options.calibration_images and not options.calibration_data:
         raise InputError("--calibration-images goes with --calibration-data FOLDER")
+    if options.merge_tokens and options.format in FOLDERS:
+        raise InputError(f"--merge-tokens is for files; {options.format} is a folder of weights, which merge nothing")
     model = hiap.load(compact_folder(options.folder))
+    if options.merge_tokens:
+        model = hiap.merge_tokens(model, options.merge_tokens)
     calibration = None
     if options.calibration_data:
         from hiap.cli.calibration import calibration_images

@@ -96,6 +96,7 @@ def description(model: nn.Module, form: str, precision: str, batch: int | None) 
     family = family_of(model)
     own, (channels, *size), classes = family.preprocessing(model), family.input_shape(model), family.classes(model)
     mean, std = (values[:1] * channels if len(set(values)) == 1 else values for values in (own.mean, own.std))
+    merging = family.merging(model)
     names = getattr(model, "class_names", None) or family.usage(model).get("label_names")
     return {
         "format": form,
@@ -113,5 +114,6 @@ def description(model: nn.Module, form: str, precision: str, batch: int | None) 
         "classes": classes,
         "class_names": [str(name) for name in names] if names and len(names) == classes else None,
         "macs": macs(model),
+        **({"merge_tokens": merging[0]} if merging else {}),
         "versions": {"hiap": version("hiap"), "torch": str(torch.__version__)},
     }

@@ -199,6 +199,14 @@ class Family(ABC):
         """How many of the first tokens the head reads; None for all."""
         return None
 
+    def prefix_tokens(self, model: nn.Module) -> int:
+        """How many of the first tokens come from no patch (class token, registers). Here: those that the head reads."""
+        return self.tokens_read(model) or 0
+
+    def merging(self, model: nn.Module) -> tuple[int, int] | None:
+        """Of a model that merges tokens: how many a block merges away, and how many of the first are left alone."""
+        return None
+
     def without_decay(self, model: nn.Module) -> set[str]:
         """Names of parameters that are spared weight decay, beside biases and norms."""
         return set()

@@ -52,6 +52,9 @@ def family_of(model: nn.Module) -> Family:
 
 def find_family(model: nn.Module) -> Family | None:
     """The family of a model, the one registered last first; None if it is of none."""
+    own = getattr(type(model), "own_family", None)  # of a network of ours that is made from models of any family
+    if isinstance(own, Family):
+        return own
     found = next((family for family in reversed(_FAMILIES.values()) if family.accepts(model)), None)
     return found or next((one for one in map(_of_library, _LIBRARIES) if one is not None and one.accepts(model)), None)
 

@@ -157,6 +157,9 @@ class TimmFamily(Family):
     def tokens_read(self, model: ViT) -> int | None:
         return int(model.num_prefix_tokens) if model.global_pool == "token" else None
 
+    def prefix_tokens(self, model: ViT) -> int:
+        return int(model.num_prefix_tokens)
+
     def without_decay(self, model: ViT) -> set[str]:
         return set(model.no_weight_decay())
 

@@ -171,6 +171,9 @@ class TransformersFamily(Family):
             return len(self.classifier(model)) or (None if core_of(model).pooler is None else 1)
         return 1 if bare and kind in ("dinov2", "dinov3", "clip") and not is_backbone(model) else None
 
+    def prefix_tokens(self, model: ViT) -> int:
+        return prefix_of(model)
+
     def without_decay(self, model: ViT) -> set[str]:
         return {name for name, _ in model.named_parameters() if any(word in name for word in UNDECAYED)}
 

@@ -92,6 +92,12 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, rope: Rope | None = None
     ) -> Tensor:
+        q, k, v = self.project(x, rope)
+        x = self.attend(q, k, v, attn_mask, is_causal)
+        return x
+
+    def project(self, x: Tensor, rope: Rope | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the heads."""
         B, N, _ = x.shape
         q, k, v = self.qkv(x).split(self.split, dim=-1)
         q = self.q_norm(q.view(B, N, self.num_heads, self.qk_dim)).transpose(1, 2)  # (B, H, N, Dqk)
@@ -99,10 +105,16 @@ class Attention(nn.Module):
         v = v.view(B, N, self.num_heads, self.value_dim).transpose(1, 2)  # (B, H, N, Dv)
         if self.rotary is not None:
             q, k = self.rotary(q, k, rope)
+        return q, k, v
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        """What the branch makes of queries, keys and values. (B, N, D)"""
         if self.position is not None:
             bias = self.position().to(q.dtype)
             attn_mask = bias if attn_mask is None else bias + attn_mask
-        x = F.scaled_dot_product_attention(
+        x: Tensor = F.scaled_dot_product_attention(
             q,
             k,
             v,
@@ -111,7 +123,7 @@ class Attention(nn.Module):
             is_causal=is_causal,
             scale=self.head_dim**-0.5,
         )
-        x = x.transpose(1, 2).reshape(B, N, self.split[2])
+        x = x.transpose(1, 2).reshape(q.shape[0], q.shape[2], self.split[2])
         x = self.proj_drop(self.proj(x))
         return x
 

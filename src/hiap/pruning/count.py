@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from hiap.models.family import ImageSize
 from hiap.models.registry import family_of, sites, widths_of
 from hiap.nn.compact import Widths
 from hiap.nn.rotary import by_dim
+from hiap.nn.token_merging import matching_macs, merged_count
 from hiap.pruning.attach import gates_by_block, is_gated
 from hiap.pruning.topology import Topology, harden
 
@@ -41,10 +42,15 @@ def macs(model: nn.Module, img_size: ImageSize = None, round_to: int = 1) -> int
 def macs_of_widths(model: nn.Module, widths: Sequence[Widths], img_size: ImageSize = None) -> int:
     """Exact MACs of one image, were the blocks of the model of these widths."""
     family = family_of(model)
-    n = family.tokens(model, img_size)
-    return family.fixed_macs(model, img_size) + sum(
-        block_macs(n, site.dim, one, site.glu) for site, one in zip(family.sites(model), widths, strict=True)
-    )
+    n, total = family.tokens(model, img_size), family.fixed_macs(model, img_size)
+    most, prefix = family.merging(model) or (0, 0)
+    for site, one in zip(family.sites(model), widths, strict=True):
+        total += block_macs(n, site.dim, replace(one, neurons=None))
+        if one.heads and (merged := merged_count(n, prefix, most)):
+            total += matching_macs(n, prefix, one.qk_dim)
+            n -= merged
+        total += block_macs(n, site.dim, replace(one, heads=None), site.glu)
+    return total
 
 
 def block_macs(n: int, dim: int, widths: Widths, glu: bool = False) -> int:

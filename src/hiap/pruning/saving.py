@@ -67,6 +67,8 @@ def save(compact: nn.Module, folder: Folder, class_names: Sequence[str] | None =
         mend = "make one with hiap.extract"
         if is_pruned(getattr(compact, "config", None)):  # texts and images, with a pruned tower
             mend = "save this one with model.save_pretrained, or its tower (model.vision_model) with hiap.save"
+        elif hasattr(type(compact), "own_family"):
+            mend = "save the model that this one was made from, and call hiap.merge_tokens on what you load"
         raise CheckpointError(f"only a compact model can be saved; {mend}")
     config = _describe(compact, class_names)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in compact.state_dict().items()}

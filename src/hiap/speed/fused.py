@@ -47,6 +47,8 @@ def check_available(model: nn.Module, device: torch.device, dtype: torch.dtype) 
 def hindrance(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why a model cannot run on the kernels; None if it can."""
     family = family_of(model)
+    if family.merging(model) is not None:
+        return "they do not merge tokens"
     if device.type != "cuda":
         return f"they need a CUDA device; found {device}"
     if dtype not in HALF:

@@ -31,6 +31,7 @@ from hiap.models.family import Site, logits_of
 from hiap.models.registry import family_of
 from hiap.nn.compact import Attention, Block, Widths, shrink_block
 from hiap.nn.rotary import Rope, Rotary
+from hiap.nn.token_merging import MergingBlocks
 from hiap.pruning.attach import is_gated
 from hiap.pruning.extract import TOLERANCE, check_dtype, difference, probe_images, rebuild
 from hiap.pruning.topology import Topology
@@ -47,10 +48,10 @@ class LastBlock(nn.Module):
         super().__init__()
         self.block, self.tokens = block, tokens
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         block, first = self.block, x[:, : self.tokens]
         if isinstance(block.attn, Attention):
-            first = first + block.ls1(_attend(block.attn, block.norm1(x), self.tokens))
+            first = first + block.ls1(_attend(block.attn, block.norm1(x), self.tokens, mask))
         elif block.attn is not None:
             first = first + block.ls1(block.attn(first))
         if block.mlp is not None:
@@ -58,8 +59,8 @@ class LastBlock(nn.Module):
         return first
 
 
-def _attend(attn: Attention, x: Tensor, tokens: int) -> Tensor:
-    """Attention of the first tokens to all."""
+def _attend(attn: Attention, x: Tensor, tokens: int, mask: Tensor | None) -> Tensor:
+    """Attention of the first tokens to all; `mask` is added to the scores."""
     B, N, _ = x.shape
     H, width, bias = attn.num_heads, attn.split[0], attn.qkv.bias
     q = F.linear(x[:, :tokens], attn.qkv.weight[:width], None if bias is None else bias[:width])
@@ -70,7 +71,9 @@ def _attend(attn: Attention, x: Tensor, tokens: int) -> Tensor:
     v = v.view(B, N, H, attn.value_dim).transpose(1, 2)
     if attn.rotary is not None:
         q, k = attn.rotary(q, k)
-    mask = None if attn.position is None else attn.position()[:, :, :tokens].to(q.dtype)
+    if attn.position is not None:
+        bias = attn.position()[:, :, :tokens].to(q.dtype)
+        mask = bias if mask is None else bias + mask
     x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=attn.head_dim**-0.5)
     x = attn.proj(x.transpose(1, 2).reshape(B, tokens, attn.split[2]))
     return x
@@ -93,7 +96,8 @@ class Optimized(nn.Module):
             bake(self.family.sites(model), self.family.ropes(model))
         blocks = [site.module for site in self.family.sites(model)] if self.whole else self.family.take_blocks(model)
         if last is not None and blocks and not self.whole:
-            blocks[-1] = LastBlock(cast(Block, blocks[-1]), last)
+            inner = blocks[-1].blocks if isinstance(blocks[-1], MergingBlocks) else blocks
+            inner[-1] = LastBlock(cast(Block, inner[-1]), last)
         self.stem = None if self.whole else self.family.fold_stem(model)
         self.blocks = nn.ModuleList(blocks)
         self.model = model

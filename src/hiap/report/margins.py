@@ -26,9 +26,7 @@ def one_percent(record: dict[str, Any]) -> list[str]:
         if one is at:
             continue
         less = one["step"] < 0
-        if (
-            one["loss"] < 1 if less else one["loss"] > 1
-        ):  # widths are so coarse that the search had to pay for using its budget up
+        if one["loss"] < 1 if less else one["loss"] > 1:  # widths are so coarse that it costs to use a budget up
             continue
         changes = _changes(at["widths"], one["widths"])
         named = "; ".join(changes[:SHOWN]) + (f"; and {len(changes) - SHOWN} more" if len(changes) > SHOWN else "")

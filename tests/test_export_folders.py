@@ -41,7 +41,9 @@ def test_timm_reads_a_network_of_equal_blocks_as_one_of_its_own(
     compact = cut(vit, neurons=[40, None, 40], heads=[3, None, 3])  # the second block is gone
     hiap.save(compact, tmp_path / "folder")
     assert main(["export", str(tmp_path / "folder"), "--format", "timm", "-o", str(tmp_path / "plain")]) == 0
-    assert "checked     logits within" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "checked     logits within" in out
+    assert f"load it by  timm.create_model('local-dir:{tmp_path / 'plain'}', pretrained=True)\n" in out
     config = json.loads((tmp_path / "plain/config.json").read_text())
     assert config["architecture"] == "deit3_small_patch16_224" and config["label_names"] == NAMES
     found = timm.create_model(f"local-dir:{tmp_path / 'plain'}", pretrained=True).eval()

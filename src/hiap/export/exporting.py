@@ -84,7 +84,8 @@ def export_model(
             kind.write(program, plain, json.dumps(about), precision)
             say(f"quantising to {quantize}")
             array = None if calibration is None else calibration.float().cpu().numpy()
-            notes = kind.quantize(plain, made, json.dumps(about), array, batch or CALIBRATED_AT_ONCE)
+            at_once = batch or min(CALIBRATED_AT_ONCE, images or CALIBRATED_AT_ONCE)
+            notes = kind.quantize(plain, made, json.dumps(about), array, at_once)
         else:
             kind.write(program, made, json.dumps(about), precision)
         say(f"comparing {kind.runtime} with PyTorch")

@@ -130,9 +130,7 @@ def test_int8_for_openvino(tiny: nn.Module, pixels: torch.Tensor, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["onnx", "openvino"])
-def test_a_few_calibration_images_are_enough(
-    tiny: nn.Module, pixels: torch.Tensor, tmp_path: Path, kind: str
-) -> None:
+def test_a_few_calibration_images_are_enough(tiny: nn.Module, pixels: torch.Tensor, tmp_path: Path, kind: str) -> None:
     if kind == "openvino":
         pytest.importorskip("nncf", reason="INT8 for openvino is made by nncf")
     report = export_model(tiny, file_of(kind, tmp_path), quantize="int8", calibration=pixels[:3])

@@ -320,6 +320,8 @@ def test_a_compiled_package_is_told_from_a_traced_one_and_needs_a_compiler(
     assert kind is find_format("aoti") and format_of(tmp_path / "new.pt2") is find_format("pt2")
     with pytest.raises(hiap.InputError, match="cannot be read by AOTInductor"):
         kind.open(tmp_path / "damaged.pt2", 1)
+    assert export_model(tiny, tmp_path / "damaged.pt2", overwrite=True)["format"] == "pt2"  # as for a new file
+    assert format_of(tmp_path / "damaged.pt2") is find_format("pt2")
 
     def missing() -> str:
         raise RuntimeError("No working C++ compiler found")

@@ -12,6 +12,7 @@ from torch import nn
 
 import hiap
 from conftest import make
+from hiap.atomic import replace_folder
 from hiap.cli.main import main
 from hiap.export.exporting import export_model
 
@@ -41,13 +42,20 @@ def test_timm_reads_a_network_of_equal_blocks_as_one_of_its_own(
     compact = cut(vit, neurons=[40, None, 40], heads=[3, None, 3])  # the second block is gone
     hiap.save(compact, tmp_path / "folder")
     assert main(["export", str(tmp_path / "folder"), "--format", "timm", "-o", str(tmp_path / "plain")]) == 0
-    assert "checked     logits within" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "checked     logits within" in out
+    assert f"load it by  timm.create_model('local-dir:{tmp_path / 'plain'}', pretrained=True)\n" in out
     config = json.loads((tmp_path / "plain/config.json").read_text())
     assert config["architecture"] == "deit3_small_patch16_224" and config["label_names"] == NAMES
     found = timm.create_model(f"local-dir:{tmp_path / 'plain'}", pretrained=True).eval()
     assert type(found.blocks[0]).__module__.startswith("timm.") and len(found.blocks) == 2
     assert found.blocks[0].mlp.fc1.out_features == 40 and hiap.macs(found) == hiap.macs(compact)
     assert torch.allclose(found(pixels), compact(pixels), rtol=0, atol=1e-5 * float(compact(pixels).abs().max()))
+    before = (tmp_path / "folder/config.json").read_bytes()
+    itself = str(tmp_path / "folder")
+    assert main(["export", itself, "--format", "timm", "-o", itself, "--overwrite"]) == 1
+    assert "folder is a compact model of HiAP, which would be lost: name another folder" in capsys.readouterr().err
+    assert (tmp_path / "folder/config.json").read_bytes() == before
     report = json.loads((tmp_path / "plain.json").read_text())
     assert max(report["difference"].values()) <= 1e-5 and report["format"] == "timm"
     assert report["bytes"] == sum(file.stat().st_size for file in (tmp_path / "plain").iterdir())
@@ -107,3 +115,28 @@ def test_folders_that_cannot_be_written_are_refused_first(vit: nn.Module, tmp_pa
     assert {file.name for file in tmp_path.iterdir()} == {"file", "mine", "taken"}
     export(vit, tmp_path / "taken", "timm", overwrite=True)
     assert {file.name for file in (tmp_path / "taken").iterdir()} == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize("when", ["before the old folder is moved", "after it is moved"])
+def test_a_folder_that_is_replaced_comes_back_when_ctrl_c_is_pressed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    for name in ("target", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    usual = Path.rename
+
+    def interrupted(self: Path, target: Path) -> None:
+        if self.name == "target":
+            if when.startswith("after"):
+                usual(self, target)
+            raise KeyboardInterrupt
+        usual(self, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        replace_folder(tmp_path / "target", tmp_path / "new", tmp_path / "old")
+    assert (tmp_path / "target/file").read_text() == "target" and not (tmp_path / "old").exists()
+    monkeypatch.undo()
+    replace_folder(tmp_path / "target", tmp_path / "new", tmp_path / "old")
+    assert [(tmp_path / name / "file").read_text() for name in ("target", "old")] == ["new", "target"]

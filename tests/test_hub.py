@@ -67,6 +67,7 @@ class Handler(BaseHTTPRequestHandler):
                 ]
                 return self.answer(200, json.dumps(listed).encode())
             about = {"id": found[1], "sha": REVISION, "siblings": [{"rfilename": name} for name in names]}
+            about["private"] = self.hub.private.get(found[1], False)
             return self.answer(200, json.dumps(about).encode(), Content_Type="application/json")
         if found := re.match(r"/([\w-]+/[\w-]+)/resolve/\w+/(.+)", self.path):
             text = self.hub.files.get(found[1], {}).get(found[2])
@@ -148,6 +149,24 @@ def test_a_model_comes_back_from_the_hub_as_it_was(
     assert main(["push", "small", "me/small-vit", "--overwrite"]) == 0 and hub.messages[1:] == ["Add small-vit"]
 
 
+def test_an_update_hides_no_public_model_and_an_upload_that_failed_is_tried_again(
+    hub: Hub, compact: nn.Module, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hiap.save(compact, "small")
+    assert main(["push", "small", "me/open"]) == 0
+    written = dict(hub.files["me/open"])
+    hub.files["me/open"]["config.json"] = b"older"
+    assert main(["push", "small", "me/open", "--private", "--overwrite"]) == 1
+    message = "me/open is public: make it private in its settings on the hub first, or omit --private"
+    assert message in capsys.readouterr().err and hub.files["me/open"]["config.json"] == b"older"
+    hub.private["me/open"] = True
+    assert main(["push", "small", "me/open", "--private", "--overwrite"]) == 0 and hub.files["me/open"] == written
+    hub.files |= {"me/empty": {".gitattributes": b""}, "me/notes": {"README.md": b"mine"}}
+    assert main(["push", "small", "me/empty"]) == 0 and hub.files["me/empty"].keys() > written.keys()
+    assert main(["push", "small", "me/notes"]) == 1 and hub.files["me/notes"] == {"README.md": b"mine"}
+    assert "me/notes is on the hub already: name another, or pass --overwrite" in capsys.readouterr().err
+
+
 def test_what_the_hub_refuses_is_told_in_one_line(
     hub: Hub, compact: nn.Module, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,3 +217,27 @@ def test_the_card_tells_what_was_measured_and_nothing_else(compact: nn.Module, t
     assert "| top-1 accuracy | 73.50 % | 71.23 % |" in whole and "| 12,345 |" in whole
     assert "`target 50%`, `epochs 15`" in whole and "`photos`" in whole and "/home/me" not in whole
     assert yaml.safe_load(whole.split("---")[1])["license"] == "mit"
+    assert "- licence: `apache-2.0`, that of the weights it was made from." in alone
+    assert "- licence: `mit`. Check that the weights it was made from and your data allow it" in whole
+
+
+@pytest.mark.parametrize("model", ["/home/me/runs/half", "runs/half", "hf:photos/vit", "hf:/home/me/vit"])
+def test_the_card_of_a_run_from_a_folder_names_no_path_and_compares_with_what_was_there(
+    compact: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("photos/vit").mkdir(parents=True)
+    hiap.save(compact, "compact")
+    report = {"top1": 71.234, "dense_top1": 73.5, "dense_params": 12345, "dense_macs": 654321}
+    Path("report.json").write_text(json.dumps(report))
+    Path("config.yaml").write_text(yaml.safe_dump({"model": model}))
+    card, dense = model_card(Path("compact"), "me/small-vit"), json.loads(Path("compact/config.json").read_text())
+    share = dense["macs"] / dense["dense_macs"]
+    assert f"`vit_tiny_patch16_224`, pruned by HiAP to {share:.1%} of its MACs" in card
+    assert model not in card and "half" not in card
+    assert "| | before this run, pruned already | compact |" in card and f"{dense['dense_macs']:,}" not in card
+    assert f"| MACs of one image | 654,321 | {dense['macs']:,} |" in card and "| parameters | 12,345 |" in card
+    Path("config.yaml").write_text(yaml.safe_dump({"model": "hf:google/vit-base-patch16-224"}))
+    Path("report.json").write_text(json.dumps(report | {"dense_macs": dense["dense_macs"]}))
+    card = model_card(Path("compact"), "me/small-vit")
+    assert "`hf:google/vit-base-patch16-224`, pruned" in card and "| | dense | compact |" in card

@@ -64,7 +64,8 @@ def test_int8_rounds_the_weights_and_reports_what_that_changes(
     assert kinds.count("Softmax") == 2 and kinds.count("MatMul") == (4 if method == "dynamic" else 4 + linears)
 
 
-def test_a_product_whose_input_has_huge_peaks_stays_float(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("count", "batch"), [(16, 4), (80, 80)])
+def test_a_product_whose_input_has_huge_peaks_stays_float(tmp_path: Path, count: int, batch: int) -> None:
     onnx = pytest.importorskip("onnx")
     chance, node = np.random.default_rng(0), onnx.helper.make_node
     outlier = np.zeros(400, np.float32)
@@ -84,11 +85,11 @@ def test_a_product_whose_input_has_huge_peaks_stays_float(tmp_path: Path) -> Non
     graph = onnx.helper.make_graph(nodes, "peaks", ends[:1], ends[1:], held)
     made = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=10)
     onnx.save(made, tmp_path / "plain.onnx")
-    images = chance.normal(size=(16, 3, 4, 4)).astype(np.float32)
-    notes = quantize_onnx(tmp_path / "plain.onnx", tmp_path / "small.onnx", "{}", images, 4, large=False)
+    images = chance.normal(size=(count, 3, 4, 4)).astype(np.float32)
+    notes = quantize_onnx(tmp_path / "plain.onnx", tmp_path / "small.onnx", "{}", images, batch, large=False)
     assert notes == {"float_products": 1}
     found = find_format("onnx").open(tmp_path / "small.onnx", 1).run(images)
-    expected = (images.reshape(16, 48) @ weights["first"] + outlier) @ last
+    expected = (images.reshape(count, 48) @ weights["first"] + outlier) @ last
     assert 1e-4 < np.abs(found - expected).max() / np.abs(expected).max() < 0.03
 
 
@@ -126,6 +127,15 @@ def test_int8_for_openvino(tiny: nn.Module, pixels: torch.Tensor, tmp_path: Path
     assert report["agreement"]["images"] == 20 and 1e-3 < report["agreement"]["difference"] < 0.3
     assert json.loads(open_again(file).about or "")["precision"] == "int8"
     assert file.with_suffix(".bin").stat().st_size < 2 * sum(weight.numel() for weight in tiny.parameters())
+
+
+@pytest.mark.parametrize("kind", ["onnx", "openvino"])
+def test_a_few_calibration_images_are_enough(tiny: nn.Module, pixels: torch.Tensor, tmp_path: Path, kind: str) -> None:
+    if kind == "openvino":
+        pytest.importorskip("nncf", reason="INT8 for openvino is made by nncf")
+    report = export_model(tiny, file_of(kind, tmp_path), quantize="int8", calibration=pixels[:3])
+    assert report["quantization"]["calibration_images"] == report["agreement"]["images"] == 3
+    assert 1e-3 < report["agreement"]["difference"] < 0.3
 
 
 def test_the_command_calibrates_with_the_preprocessing_of_the_model(

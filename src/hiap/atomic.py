@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["scratch_beside", "write_text"]
+__all__ = ["replace_folder", "scratch_beside", "write_text"]
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -20,6 +20,22 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         partial.replace(path)
     except OSError:
         partial.unlink(missing_ok=True)
+        raise
+
+
+def replace_folder(target: Path, new: Path, old: Path) -> None:
+    """Put a finished folder in its place. What was there is moved to `old`, and comes back if this is interrupted.
+
+    Args:
+        old: a path that is free, on the same file system.
+    """
+    try:
+        if target.exists():
+            target.rename(old)
+        new.rename(target)
+    except BaseException:
+        if old.exists() and not target.exists():
+            old.rename(target)
         raise
 
 

@@ -71,6 +71,10 @@ def run(options: argparse.Namespace) -> int:
         calibration=calibration,
     )
     worst = max(report["difference"].values())
+    load = {
+        "timm": f"timm.create_model({'local-dir:' + options.out!r}, pretrained=True)",
+        "transformers": f"from_pretrained({options.out!r}) of an auto class of Transformers, after `import hiap`",
+    }.get(options.format)
     times = [f"{ms:.2f} ms in {name}" for name, ms in report.get("ms", {}).items()]
     print(f"saved in {options.out}: {report['bytes'] / 1e6:.1f} MB, {report['precision']}")
     if options.quantize:
@@ -82,6 +86,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"checked     logits within {worst:.1e} of PyTorch's (relative; allowed {report['tolerance']:g})")
     if times:
         print(f"batch {report['timed_batch']:<5} {', '.join(times)}")
+    if load:
+        print(f"load it by  {load}")
     return 0
 
 

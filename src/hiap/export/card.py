@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ def model_card(folder: Path, repo: str, license_id: str | None = None) -> str:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     report, options = _beside(folder)
     usage = config.get("pretrained_cfg") or config.get("preprocessing") or {}
-    license_id = license_id or usage.get("license")
-    model = options.get("model") or usage.get("architecture") or config["family"]
+    inherited = usage.get("license")
+    license_id = license_id or inherited
     base = usage.get("hf_hub_id")
     header = {
         "library_name": "hiap",
@@ -34,14 +35,25 @@ def model_card(folder: Path, repo: str, license_id: str | None = None) -> str:
     }
     parts = [
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n# {repo.partition('/')[2]}",
-        f"`{model}`, pruned by HiAP to {config['macs'] / config['dense_macs']:.1%} of its MACs. It is an ordinary "
+        f"`{_name(config, options, usage)}`, pruned by HiAP to {config['macs'] / config['dense_macs']:.1%} of its MACs. It is an ordinary "
         "dense network: no masks, no sparse kernels.",
         _comparison(config, report),
         _usage(config, repo),
-        _provenance(config, options, license_id),
+        _provenance(config, options, license_id, inherited),
         _blocks(config["blocks"]),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _name(config: dict[str, Any], options: dict[str, Any], usage: dict[str, Any]) -> str:
+    """The dense model by a name that others know. A run may have begun from a folder, whose path tells them nothing."""
+    import timm
+
+    given = str(options.get("model", ""))
+    on_hub = re.fullmatch(r"hf(-hub)?:([\w.-]+/[\w.-]+)", given)
+    if timm.is_model(given) or given.startswith("torchvision:") or (on_hub and not Path(on_hub[2]).is_dir()):
+        return given
+    return str(usage.get("architecture") or (config.get("architectures") or [config["family"]])[0])
 
 
 def _beside(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -55,16 +67,17 @@ def _beside(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _comparison(config: dict[str, Any], report: dict[str, Any]) -> str:
-    """Dense and compact side by side. Only what was measured is told."""
-    rows = []
+    """What the run began from and the compact model side by side. Only what was measured is told."""
+    before, rows = report.get("dense_macs", config["dense_macs"]), []
     if "top1" in report and "dense_top1" in report:
         rows.append(f"| top-1 accuracy | {report['dense_top1']:.2f} % | {report['top1']:.2f} % |")
-    rows.append(f"| MACs of one image | {config['dense_macs']:,} | {config['macs']:,} |")
+    rows.append(f"| MACs of one image | {before:,} | {config['macs']:,} |")
     if "dense_params" in report:
         rows.append(f"| parameters | {report['dense_params']:,} | {config['params']:,} |")
     else:
         rows.append(f"| parameters | | {config['params']:,} |")
-    return "\n".join(["| | dense | compact |", "|---|---|---|", *rows])
+    head = "dense" if before == config["dense_macs"] else "before this run, pruned already"
+    return "\n".join([f"| | {head} | compact |", "|---|---|---|", *rows])
 
 
 def _usage(config: dict[str, Any], repo: str) -> str:
@@ -76,7 +89,7 @@ def _usage(config: dict[str, Any], repo: str) -> str:
     return "## Use it\n\n```python\n" + "\n".join(lines) + "\n```\n\n`pip install hiap` first."
 
 
-def _provenance(config: dict[str, Any], options: dict[str, Any], license_id: str | None) -> str:
+def _provenance(config: dict[str, Any], options: dict[str, Any], license_id: str | None, inherited: str | None) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in config["versions"].items())
     lines = ["## Where it comes from", "", f"- made with {versions}"]
     kept = [name for name in ("target", "epochs", "objective", "seed") if options.get(name) is not None]
@@ -87,12 +100,11 @@ def _provenance(config: dict[str, Any], options: dict[str, Any], license_id: str
     lines.append(
         f"- at extraction, its outputs were within {config['logit_difference']:.1e} of the gated network's (relative)"
     )
-    told = (
-        f"`{license_id}`, that of the weights it was made from"
-        if license_id
-        else "that of the weights it was made from"
-    )
-    lines.append(f"- licence: {told}. Check that it suits your data too")
+    if license_id == inherited:
+        known = f"`{license_id}`, " if license_id else ""
+        lines.append(f"- licence: {known}that of the weights it was made from. Check that it suits your data too")
+    else:
+        lines.append(f"- licence: `{license_id}`. Check that the weights it was made from and your data allow it")
     return "\n".join(lines)
 
 

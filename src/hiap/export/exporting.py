@@ -15,7 +15,7 @@ from hiap.atomic import scratch_beside
 from hiap.errors import InputError
 from hiap.export.checking import agreement, compared, timed
 from hiap.export.folders import check_folder, export_folder
-from hiap.export.formats import FOLDERS, PRECISIONS_OUT, QUANTIZATIONS, SUFFIXES, ExportFormat, find_format, format_of
+from hiap.export.formats import FOLDERS, PRECISIONS_OUT, QUANTIZATIONS, SUFFIXES, ExportFormat, find_format
 from hiap.export.network import Deployable, description, traced
 from hiap.models.registry import family_of
 from hiap.speed.clock import DTYPES
@@ -84,7 +84,8 @@ def export_model(
             kind.write(program, plain, json.dumps(about), precision)
             say(f"quantising to {quantize}")
             array = None if calibration is None else calibration.float().cpu().numpy()
-            notes = kind.quantize(plain, made, json.dumps(about), array, batch or CALIBRATED_AT_ONCE)
+            at_once = batch or min(CALIBRATED_AT_ONCE, images or CALIBRATED_AT_ONCE)
+            notes = kind.quantize(plain, made, json.dumps(about), array, at_once)
         else:
             kind.write(program, made, json.dumps(about), precision)
         say(f"comparing {kind.runtime} with PyTorch")
@@ -116,9 +117,10 @@ def _check(target: Path, form: str | None, precision: str, batch: int | None, ov
     """The format of a file that can be written there."""
     if target.is_dir():
         raise InputError(f"{target} cannot be written: it is a folder")
-    kind = format_of(target) if form is None else find_format(form)
-    if kind is None:
+    name = SUFFIXES.get(target.suffix.lower()) if form is None else form  # whatever is there now
+    if name is None:
         raise InputError(f"{target} does not say its format: name it {', '.join(f'FILE{one}' for one in SUFFIXES)}")
+    kind = find_format(name)
     if target.suffix != kind.suffix:
         raise InputError(f"a file of {kind.name} ends in {kind.suffix}; found {target}")
     _check_precision(precision)

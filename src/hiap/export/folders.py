@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from hiap.atomic import scratch_beside
+from hiap.atomic import replace_folder, scratch_beside
 from hiap.errors import ExportError, InputError
 from hiap.export.checking import compared
 from hiap.export.formats import Opened
 from hiap.export.network import description
 from hiap.models.family import logits_of
 from hiap.models.registry import family_of
+from hiap.pruning.saving import is_compact
 from hiap.speed.clock import DTYPES
 
 __all__ = ["check_folder", "export_folder"]
@@ -39,6 +40,8 @@ def check_folder(
     foreign = sorted(file.name for file in target.iterdir() if file.name not in OURS) if target.is_dir() else []
     if foreign:
         raise InputError(f"{target} holds {foreign[0]!r}, which would be lost: name another folder")
+    if is_compact(target):
+        raise InputError(f"{target} is a compact model of HiAP, which would be lost: name another folder")
     taken = [path for path in (target, Path(f"{target}.json")) if path.exists()]
     if taken and not overwrite:
         raise InputError(f"{taken[0]} exists already: name another folder, or pass --overwrite to replace it")
@@ -70,9 +73,7 @@ def export_folder(
         report["bytes"] = sum(file.stat().st_size for file in made.iterdir())
         own = scratch / "report.json"
         own.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        if target.exists():
-            target.rename(old)
-        made.rename(target)
+        replace_folder(target, made, old)
         own.replace(f"{target}.json")
     return report
 

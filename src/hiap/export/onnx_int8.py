@@ -55,7 +55,8 @@ def quantize_onnx(file: Path, out: Path, about: str, images: Any | None, batch: 
         else:
             weights = {tensor.name for tensor in model.graph.initializer}
             products = [node for node in model.graph.node if node.op_type in PRODUCTS and node.input[1] in weights]
-            kept = _with_peaks(model, products, prepared.with_suffix(".watched.onnx"), images[:LOOKED_AT], batch)
+            some = images[: max(LOOKED_AT, batch)]
+            kept = _with_peaks(model, products, prepared.with_suffix(".watched.onnx"), some, batch)
             quantization.quantize_static(
                 prepared,
                 out,

@@ -61,7 +61,8 @@ def upload(
 
     Args:
         more: further text files by name.
-        overwrite: add a version to a model that is there.
+        private: hide it. A public model that is there already is refused.
+        overwrite: add a version to a model that is there. An empty one is filled without it.
 
     Returns:
         Its address.
@@ -80,10 +81,14 @@ def upload(
     files = [adding(name, str(folder / name)) for name in FILES if (folder / name).is_file()]
     files += [adding(name, text.encode()) for name, text in more.items()]
     try:
-        url = api.create_repo(repo, private=private, exist_ok=overwrite)
+        url = _create(api, repo, private, overwrite)
+        if private and not api.model_info(repo).private:
+            raise InputError(f"{repo} is public: make it private in its settings on the hub first, or omit --private")
         api.create_commit(repo, files, commit_message=message or f"Add {repo.partition('/')[2]}")
+    except InputError:
+        raise
     except hub.errors.HfHubHTTPError as error:
-        status = error.response.status_code if error.response is not None else None
+        status = _status(error)
         if status == 409:
             raise InputError(f"{repo} is on the hub already: name another, or pass --overwrite to update it") from error
         if status in (401, 403):
@@ -91,7 +96,23 @@ def upload(
         raise CheckpointError(f"the hub refuses {repo}: {_first_line(error)}") from error
     except Exception as error:  # of several libraries, depending on the version
         raise CheckpointError(f"{repo} could not be uploaded; can the hub be reached? {_first_line(error)}") from error
-    return str(url)
+    return url
+
+
+def _create(api: Any, repo: str, private: bool, overwrite: bool) -> str:
+    """The address of a model that may be written to: a new one, or an empty one that a failed upload has left."""
+    from huggingface_hub import errors
+
+    try:
+        return str(api.create_repo(repo, private=private, exist_ok=overwrite))
+    except errors.HfHubHTTPError as error:
+        if _status(error) != 409 or set(api.list_repo_files(repo)) - {".gitattributes"}:
+            raise
+        return str(api.create_repo(repo, private=private, exist_ok=True))
+
+
+def _status(error: Any) -> int | None:
+    return error.response.status_code if error.response is not None else None
 
 
 def _endpoint() -> str | None:

@@ -25,6 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from hiap.atomic import replace_folder
 from hiap.errors import CheckpointError
 from hiap.models.family import Family
 from hiap.models.registry import family_named, family_of
@@ -35,7 +36,7 @@ from hiap.pruning.extract import note_provenance, probe, provenance_of, shrink
 from hiap.pruning.hub import local_folder
 from hiap.pruning.rebuilding import MALFORMED, narrow, read_provenance, usage_key, with_fresh_tables
 
-__all__ = ["check_savable", "check_target", "digest_tensors", "load", "save"]
+__all__ = ["check_savable", "check_target", "digest_tensors", "is_compact", "load", "save"]
 
 FORMAT = 1
 ARCHITECTURE = "hiap_vit"  # that timm finds the model by
@@ -95,14 +96,7 @@ def _write(target: Path, config: dict[str, Any], state: dict[str, torch.Tensor])
         for name, content in {CONFIG: _in_bytes(config), **_beside(target, config)}.items():
             (new / name).write_text(content.decode(), encoding="utf-8")
         shutil.copymode(new / CONFIG, new / WEIGHTS)  # safetensors shuts everybody else out
-        if target.exists():
-            target.rename(old)
-        try:
-            new.rename(target)
-        except BaseException:
-            if old.exists():
-                old.rename(target)
-            raise
+        replace_folder(target, new, old)
     with suppress(OSError):
         for entry in target.parent.iterdir():
             if entry.name.startswith(prefix):  # of a save that was killed
@@ -310,6 +304,15 @@ def check_target(target: Path) -> None:
             )
         if inside:
             _read_config(target)
+
+
+def is_compact(folder: Path) -> bool:
+    """Whether a folder holds what `save` has written, be it of another version, or damaged."""
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(config, dict) and config.get("architecture") == ARCHITECTURE
 
 
 def _read_config(path: Path) -> dict[str, Any]:

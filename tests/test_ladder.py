@@ -16,7 +16,7 @@ from hiap.budget.target import Target, check_falling
 from hiap.cli.main import main
 from hiap.errors import BudgetError, ConfigError, RunError
 from hiap.models.registry import widths_of
-from hiap.pruning.saving import digest_tensors
+from hiap.pruning.digest import digest_tensors
 from hiap.report.gathering import gather
 from hiap.training.config import Config
 from hiap.training.context import Context

@@ -242,8 +242,8 @@ def _check_dense(run: Path, config: Any, model: Any, own: Any) -> None:
         own: the compact model of the run.
     """
     from hiap.models.registry import family_of
+    from hiap.pruning.digest import digest_tensors
     from hiap.pruning.extract import provenance_of
-    from hiap.pruning.saving import digest_tensors
     from hiap.training.inputs import backbone_tensors
     from hiap.training.run_folder import DENSE as WEIGHTS
     from hiap.training.run_folder import load_dense

@@ -32,11 +32,12 @@ from hiap.models.registry import family_named, family_of
 from hiap.models.transformers_configs import is_pruned
 from hiap.pruning.attach import detach, is_gated
 from hiap.pruning.count import macs, macs_of_widths
+from hiap.pruning.digest import digest_tensors
 from hiap.pruning.extract import note_provenance, probe, provenance_of, shrink
 from hiap.pruning.hub import local_folder
 from hiap.pruning.rebuilding import MALFORMED, narrow, read_provenance, usage_key, with_fresh_tables
 
-__all__ = ["check_savable", "check_target", "digest_tensors", "is_compact", "load", "save"]
+__all__ = ["check_savable", "check_target", "is_compact", "load", "save"]
 
 FORMAT = 1
 ARCHITECTURE = "hiap_vit"  # that timm finds the model by
@@ -391,12 +392,3 @@ def _read_weights(path: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]
 def _digest(config: dict[str, Any]) -> str:
     bound = {key: value for key, value in config.items() if key not in EDITABLE}
     return hashlib.sha256(json.dumps(bound, sort_keys=True).encode()).hexdigest()
-
-
-def digest_tensors(state: dict[str, torch.Tensor]) -> str:
-    """A digest of names, dtypes, shapes and values."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(state.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hiap.budget.latency import LatencyTable
 from hiap.data.sources import Data
 from hiap.errors import RunError
-from hiap.pruning.saving import digest_tensors
+from hiap.pruning.digest import digest_tensors
 
 __all__ = ["Descent"]
 

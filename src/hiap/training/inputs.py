@@ -20,7 +20,7 @@ from hiap.budget.latency import LatencyTable
 from hiap.errors import RunError
 from hiap.models.registry import family_of
 from hiap.pruning.count import geometry
-from hiap.pruning.saving import digest_tensors
+from hiap.pruning.digest import digest_tensors
 from hiap.speed.clock import device_name
 from hiap.training.context import Context
 from hiap.training.run_folder import checkpoints

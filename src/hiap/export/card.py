@@ -35,8 +35,8 @@ def model_card(folder: Path, repo: str, license_id: str | None = None) -> str:
     }
     parts = [
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n# {repo.partition('/')[2]}",
-        f"`{_name(config, options, usage)}`, pruned by HiAP to {config['macs'] / config['dense_macs']:.1%} of its MACs. It is an ordinary "
-        "dense network: no masks, no sparse kernels.",
+        f"`{_name(config, options, usage)}`, pruned by HiAP to {config['macs'] / config['dense_macs']:.1%} of its "
+        "MACs. It is an ordinary dense network: no masks, no sparse kernels.",
         _comparison(config, report),
         _usage(config, repo),
         _provenance(config, options, license_id, inherited),

@@ -50,12 +50,15 @@ def make_server(file: str, port: int) -> ThreadingHTTPServer:
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            size = int(self.headers.get("Content-Length", 0))
+            told = self.headers.get("Content-Length", "none")
+            size = int(told) if told.isdecimal() else 0
             try:
                 if not 0 < size <= LARGEST:
-                    raise ValueError(f"the body must be an image of at most {LARGEST} bytes; found {size}")
+                    raise ValueError(
+                        f"Content-Length must be that of an image of at most {LARGEST} bytes; found {told}"
+                    )
                 status, found = 200, classify(self.rfile.read(size))
-            except (OSError, ValueError) as error:  # Pillow cannot read it
+            except (OSError, ValueError, Image.DecompressionBombError) as error:  # Pillow cannot read it, or will not
                 status, found = 400, {"error": str(error)}
             body = json.dumps(found).encode()
             self.send_response(status)

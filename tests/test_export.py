@@ -152,16 +152,16 @@ def test_the_script_of_the_docs_needs_neither_hiap_nor_torch(
 
 @torch.no_grad()
 def test_the_server_of_the_examples_answers_with_the_classes_of_the_model(
-    export_as: Callable[[str], Path], compact: nn.Module
+    export_as: Callable[[str], Path], compact: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = export_as("onnx")
     serve = runpy.run_path(str(Path(__file__).resolve().parents[1] / "examples/serve.py"))
     server = serve["make_server"](str(file), 0)
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
-    def ask(body: bytes) -> tuple[int, Any]:
-        connection = http.client.HTTPConnection("127.0.0.1", server.server_port)
-        connection.request("POST", "/", body)
+    def ask(body: bytes, **headers: str) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+        connection.request("POST", "/", body, {name.replace("_", "-"): value for name, value in headers.items()})
         answer = connection.getresponse()
         return answer.status, json.loads(answer.read())
 
@@ -176,6 +176,11 @@ def test_the_server_of_the_examples_answers_with_the_classes_of_the_model(
     assert status == 200 and [one["class"] for one in found] == [NAMES[i] for i in shares.argsort(descending=True)[:5]]
     assert found[0]["probability"] == pytest.approx(float(shares.max()), abs=1e-5)
     assert ask(b"no image")[0] == 400 and "cannot identify image" in ask(b"no image")[1]["error"]
+    status, found = ask(b"", Content_Length="many")
+    assert status == 400 and found["error"].endswith("of at most 20000000 bytes; found many")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # Pillow refuses images of more than twice as many
+    status, found = ask(picture.getvalue())
+    assert status == 400 and "could be decompression bomb" in found["error"]
     server.shutdown()
     server.server_close()
 

@@ -201,6 +201,18 @@ def test_what_the_hub_refuses_is_told_in_one_line(
     assert "me/new" not in hub.files
 
 
+def test_the_guide_lists_the_commands_that_take_a_name_on_the_hub() -> None:
+    root = Path(__file__).resolve().parents[1]
+    guide = " ".join((root / "docs/hugging_face.md").read_text().split())
+    (listed,) = re.findall(r"((?:`hiap \w+`[, and]*)+) take the same name in place of a folder", guide)
+    takers = [
+        file.name.removesuffix("_command.py")
+        for file in sorted((root / "src/hiap/cli").glob("*_command.py"))
+        if "compact_folder(options.folder)" in file.read_text()
+    ]
+    assert re.findall(r"hiap (\w+)", listed) == takers
+
+
 def test_the_card_tells_what_was_measured_and_nothing_else(compact: nn.Module, tmp_path: Path) -> None:
     hiap.save(compact, tmp_path / "compact")
     alone = model_card(tmp_path / "compact", "me/small-vit")

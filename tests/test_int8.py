@@ -166,3 +166,9 @@ def test_the_command_calibrates_with_the_preprocessing_of_the_model(
     ):
         assert main(["export", "folder", "-o", "other.onnx", *wrong]) == 1
         assert message in capsys.readouterr().err
+
+    def read(*words: object) -> None:
+        raise AssertionError("the images are read before the file is checked")
+
+    monkeypatch.setattr("hiap.cli.calibration.calibration_images", read)
+    assert main(asked) == 1 and "model.onnx exists already: name another file" in capsys.readouterr().err

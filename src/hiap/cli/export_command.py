@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from hiap.cli.arguments import positive
 from hiap.cli.lookup import compact_folder
@@ -57,7 +58,10 @@ def run(options: argparse.Namespace) -> int:
     calibration = None
     if options.calibration_data:
         from hiap.cli.calibration import calibration_images
+        from hiap.export.exporting import check_export
 
+        asked = (options.format, options.precision, options.batch, options.overwrite, options.quantize)
+        check_export(model, Path(options.out), *asked, calibrated=True)  # before hundreds of images are read
         calibration = calibration_images(options.calibration_data, model, options.calibration_images or 300)
     report = hiap.export_model(
         model,

@@ -20,7 +20,7 @@ from hiap.export.network import Deployable, description, traced
 from hiap.models.registry import family_of
 from hiap.speed.clock import DTYPES
 
-__all__ = ["export_model", "publish"]
+__all__ = ["check_export", "export_model", "publish"]
 
 CALIBRATED_AT_ONCE = 8  # images, where the file takes any number
 
@@ -61,12 +61,10 @@ def export_model(
         ExportError: the model cannot be exported, or the file computes something else. Nothing is written.
     """
     target = Path(out)
-    if form in FOLDERS:
-        _check_precision(precision)
-        check_folder(model, target, form, batch, quantize is not None or calibration is not None, overwrite)
-        return export_folder(model, target, form, precision, say)
-    kind = _check(target, form, precision, batch, overwrite)
-    _check_quantization(model, kind, precision, batch, quantize, calibration)
+    kind = check_export(model, target, form, precision, batch, overwrite, quantize, calibration is not None)
+    if kind is None:
+        return export_folder(model, target, str(form), precision, say)
+    _check_calibration(model, batch, calibration)
     about = description(model, kind.name, quantize or precision, batch)
     if quantize:
         images = 0 if calibration is None else len(calibration)
@@ -109,6 +107,30 @@ def export_model(
     return report
 
 
+def check_export(
+    model: nn.Module,
+    target: Path,
+    form: str | None,
+    precision: str,
+    batch: int | None,
+    overwrite: bool,
+    quantize: str | None,
+    calibrated: bool,
+) -> ExportFormat | None:
+    """The format of a file that can be written there; None for a folder. Calibration images may be read afterwards.
+
+    Raises:
+        InputError: a setting is unknown, a package is missing, or the file cannot be written there.
+    """
+    if form in FOLDERS:
+        _check_precision(precision)
+        check_folder(model, target, str(form), batch, quantize is not None or calibrated, overwrite)
+        return None
+    kind = _check(target, form, precision, batch, overwrite)
+    _check_quantization(kind, precision, quantize, calibrated)
+    return kind
+
+
 def _size(kind: ExportFormat, file: Path) -> int:
     return sum(one.stat().st_size for one in kind.files(file) if one.exists())
 
@@ -140,23 +162,19 @@ def _check_precision(precision: str) -> None:
         raise InputError(f"precision must be one of {', '.join(PRECISIONS_OUT)}; found {precision!r}")
 
 
-def _check_quantization(
-    model: nn.Module,
-    kind: ExportFormat,
-    precision: str,
-    batch: int | None,
-    quantize: str | None,
-    calibration: Tensor | None,
-) -> None:
+def _check_quantization(kind: ExportFormat, precision: str, quantize: str | None, calibrated: bool) -> None:
     if quantize is None:
-        if calibration is not None:
+        if calibrated:
             raise InputError("calibration images are for --quantize int8, which is not asked for")
         return
     if quantize not in QUANTIZATIONS:
         raise InputError(f"quantize must be one of {', '.join(QUANTIZATIONS)}; found {quantize!r}")
     if precision != "fp32":
         raise InputError(f"{quantize} is made from fp32; found the precision {precision!r}: leave it out")
-    kind.check_int8(calibration is not None)
+    kind.check_int8(calibrated)
+
+
+def _check_calibration(model: nn.Module, batch: int | None, calibration: Tensor | None) -> None:
     if calibration is None:
         return
     shape = tuple(family_of(model).input_shape(model))

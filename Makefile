@@ -1,6 +1,7 @@
 # Every target but `clean` needs Python 3.10 or newer and nothing else: the first one makes the environment .venv.
 PYTHON ?= python3
 BIN := .venv/bin
+export PYTHONDONTWRITEBYTECODE :=  # modules are compiled when they are first imported, and kept
 
 .PHONY: demo test quick docs clean
 
@@ -26,7 +27,6 @@ docs: .venv/installed
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --editable ".[dev]"
-	-$(BIN)/python -m compileall -qq -j 0 .venv/lib > /dev/null  # as pip does, but on all cores
 	touch $@
 
 clean:

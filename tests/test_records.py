@@ -101,7 +101,14 @@ OWN |= {"lr": 5e-4, "seed": 0, "final": True, "device": "gpu"}
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("compare.jsonl", 212), ("compare_8740963.jsonl", 15), ("backbones.jsonl", 2)]
+    ("name", "count"),
+    [
+        ("compare.jsonl", 212),
+        ("compare_8740963.jsonl", 15),
+        ("backbones.jsonl", 4),
+        ("equal_time.jsonl", 6),
+        ("ladder.jsonl", 9),
+    ],
 )
 def test_every_kept_record_loads_under_its_old_names_and_survives_a_round_trip(name: str, count: int) -> None:
     lines = (FOLDER / "records" / name).read_text().splitlines()

@@ -54,6 +54,15 @@ def test_the_page_fits_its_screen_asks_for_nothing_and_has_no_errors(width: int,
     assert browser.requests() == [] and browser.complaints() == []
 
 
+def test_the_example_of_the_docs_fits_a_phone_asks_for_nothing_and_has_no_errors(browser: Browser) -> None:
+    example = Path(__file__).parents[1] / "docs" / "example" / "vit_tiny.html"
+    browser.open(example, 375)
+    assert browser.ask("[document.documentElement.scrollWidth, document.body.scrollWidth]") == [375, 375]
+    assert browser.ask("[...document.querySelectorAll('.chart svg')].every((o) => o.querySelector('path, image'))")
+    assert browser.ask("document.querySelectorAll('.chart svg').length") >= 17
+    assert browser.requests() == [] and browser.complaints() == [] and example.stat().st_size < 3e6
+
+
 def test_dark_and_light_have_colours_of_their_own(browser: Browser, page: Path) -> None:
     colours = []
     for dark in (False, True):

@@ -56,10 +56,8 @@ def figures(run: RunData) -> list[Figure]:
             found.append(Figure(name, in_words(dense) if dense else "", in_words(compact), change, bool(dense)))
     for one in record.get("speed") or ():
         speed = Speed(**one)
-        times = speed.dense_ms / speed.compact_ms
-        name = f"Latency, batch {speed.batch}"
-        change = f"{times:.2f}x faster" if times >= 1.005 else "not faster"
-        found.append(Figure(name, f"{speed.dense_ms:.2f} ms", f"{speed.compact_ms:.2f} ms", change, times >= 1.005))
+        times = (f"{speed.dense_ms:.2f} ms", f"{speed.compact_ms:.2f} ms")
+        found.append(Figure(f"Latency, batch {speed.batch}", *times, speed.comparison(), speed.faster))
     return found
 
 

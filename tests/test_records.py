@@ -107,7 +107,7 @@ OWN |= {"lr": 5e-4, "seed": 0, "final": True, "device": "gpu"}
         ("compare_8740963.jsonl", 15),
         ("backbones.jsonl", 4),
         ("equal_time.jsonl", 6),
-        ("ladder.jsonl", 9),
+        ("ladder.jsonl", 35),
     ],
 )
 def test_every_kept_record_loads_under_its_old_names_and_survives_a_round_trip(name: str, count: int) -> None:

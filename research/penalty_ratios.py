@@ -67,7 +67,9 @@ def folder_of(ratio: str) -> str:
 
 def show(options: argparse.Namespace) -> None:
     """Draw the plots and print the table."""
-    runs = {ratio: gather(options.out / folder_of(ratio)) for ratio in RATIOS if (options.out / folder_of(ratio)).is_dir()}
+    runs = {
+        ratio: gather(options.out / folder_of(ratio)) for ratio in RATIOS if (options.out / folder_of(ratio)).is_dir()
+    }
     if not runs:
         raise SystemExit(f"penalty_ratios.py: {options.out} holds none of the runs {', '.join(RATIOS)}")
     options.plots.mkdir(parents=True, exist_ok=True)
@@ -99,7 +101,8 @@ def findings(one: RunData) -> dict[str, Any]:
         "heads kept": f"{sum(heads)} of {sum(block.dense.heads or 0 for block in blocks)}",
         "FFNs kept": f"{len(ffns)} of {len(blocks)}",
         "neurons of those FFNs": f"{np.mean(ffns or [0]) / (blocks[0].dense.neurons or 1):.0%}",
-        "value dims of the heads, first two blocks": " ".join(str(v) for v in values[: len(values) - len(later)]) or "-",
+        "value dims of the heads, first two blocks": " ".join(str(v) for v in values[: len(values) - len(later)])
+        or "-",
         "value dims of the heads, other blocks": f"{min(later)} to {max(later)}" if later else "-",
         "dip of the accuracy": f"{max(scores[-1] - scores[low], 0):.1f} in epoch {low + 1}",
         "95 % of macro decisions final": f"epoch {settled[0]:.1f}",

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-LAST = 8.0  # seconds that loader workers may live on
 
 # Imports once, then runs a script in a process of its own for every line it is given.
 SERVER = """
@@ -52,14 +51,6 @@ class Ended:
     stderr: str
 
 
-def _is_alive(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 @functools.cache
 def server() -> subprocess.Popen[str]:
     """The process that others are forked from. It ends when its input does, with this one."""
@@ -68,7 +59,7 @@ def server() -> subprocess.Popen[str]:
 
 
 def run_forked(script: str, *arguments: str, folder: Path | str = ".", seconds: float = 300) -> Ended:
-    """Run a script of the tests in a process of its own, and wait for its end, and for that of its loader workers."""
+    """Run a script of the tests in a process of its own, and wait for its end."""
     given = server().stdin
     assert given is not None
     with tempfile.TemporaryDirectory() as log:
@@ -80,7 +71,4 @@ def run_forked(script: str, *arguments: str, folder: Path | str = ".", seconds: 
             assert server().poll() is None and time.monotonic() < end, "the process does not end"
             time.sleep(0.02)
         process, code, out, err = (Path(log, name).read_text() for name in ("process", "code", "out", "err"))
-    end = time.monotonic() + LAST
-    while time.monotonic() < end and _is_alive(int(process)):  # workers hold the lock of their run
-        time.sleep(0.02)
     return Ended(int(process), int(code), out, err)

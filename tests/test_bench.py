@@ -168,7 +168,9 @@ def test_the_speed_of_a_run_is_that_of_the_fastest_forms(tmp_path: Path, monkeyp
     assert found[0] == Speed(1, "fp32", 3.0, "eager, optimised", 1.5, "eager")
     assert found[0].comparison() == "2.00x faster"
     assert Speed(1, "fp32", 3.0, "eager", 3.1, "eager").comparison() == "not faster (0.97x)"
-    assert Speed(1, "fp32", 3.05, "eager", 3.0, "eager").comparison() == "not faster (1.02x)"  # by 1.7 %, which is noise
+    assert (
+        Speed(1, "fp32", 3.05, "eager", 3.0, "eager").comparison() == "not faster (1.02x)"
+    )  # by 1.7 %, which is noise
     (tmp_path / "report.json").write_text(json.dumps({"speed": [speed.to_json() for speed in found]}))
     assert read_speeds(tmp_path / "report.json") == found and read_speeds(tmp_path / "none.json") == []
 

@@ -2,10 +2,12 @@
 
 import json
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -146,6 +148,20 @@ class TestReliability:
             RunFolder(tmp_path / "run", "seed: 0\n", resume=False)
         with pytest.raises(RunError, match=r"another configuration: seed: 1 \(was: seed: 0\)"):
             RunFolder(tmp_path / "run", "seed: 1\n", resume=True)
+
+    def test_a_loader_worker_that_outlives_its_run_does_not_hold_the_folder(self, tmp_path: Path) -> None:
+        run = RunFolder(tmp_path / "run", "", resume=False)
+        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+        worker.start()
+        try:
+            with pytest.raises(RunError, match="is in use by another run"):
+                RunFolder(tmp_path / "run", "", resume=False)  # the worker has not freed the lock of its parent
+            run.close()  # as a kill does
+            RunFolder(tmp_path / "run", "", resume=False).close()
+            assert worker.is_alive()
+        finally:
+            worker.kill()
+            worker.join()
 
     def test_a_second_checkpoint_of_a_step_does_not_endanger_the_first(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

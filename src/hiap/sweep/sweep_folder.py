@@ -6,16 +6,16 @@ goes on with one.
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from hiap.atomic import write_text
 from hiap.errors import RunError
 from hiap.training.config import Config
+from hiap.training.folder_lock import hold
 from hiap.training.run_folder import CONFIG, checkpoints, compare_configs
 from hiap.training.rungs import read_rungs
 
@@ -102,11 +102,10 @@ class SweepFolder:
         if lost:
             raise RunError(f"{lost[0] / CONFIG} is missing: put it back, or run the same command with its --grid again")
         path.mkdir(parents=True, exist_ok=True)
-        self._lock: TextIO = (path / ".lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise RunError(f"{path} is in use by another sweep") from error
+        lock = hold(path)
+        if lock is None:
+            raise RunError(f"{path} is in use by another sweep")
+        self._lock = lock
         for _, name, config in planned:
             (path / name).mkdir(exist_ok=True)
             write_text(path / name / CONFIG, config.to_yaml())

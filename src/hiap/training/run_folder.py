@@ -6,13 +6,12 @@ leaves the last one whole. Everything random in a run is a function of its seed 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import safetensors.torch
 import yaml
@@ -22,6 +21,7 @@ from torch import Tensor
 from hiap.atomic import write_text
 from hiap.data.streams import STREAMS
 from hiap.errors import InputError, RunError
+from hiap.training.folder_lock import hold
 
 __all__ = [
     "CONFIG",
@@ -64,11 +64,10 @@ class RunFolder:
         self.path = Path(path)
         self.check(self.path, resume)
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock: TextIO = (self.path / ".lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise RunError(f"{self.path} is in use by another run") from error
+        lock = hold(self.path)
+        if lock is None:
+            raise RunError(f"{self.path} is in use by another run")
+        self._lock = lock
         for left in self.path.glob(".checkpoint.*"):  # by a run that was killed while it saved
             shutil.rmtree(left, ignore_errors=True)
         file = self.path / CONFIG

@@ -1,12 +1,7 @@
 """The first hour of a new user, on real images and weights: other classes, no validation folder, Ctrl-C, resume."""
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -15,6 +10,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from conftest import SHARED
+from forking import run_forked
 
 pytestmark = pytest.mark.slow
 
@@ -36,28 +32,10 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
-def hiap(folder: Path, *arguments: str, stop: str | None = None) -> tuple[int, str]:
+def hiap(folder: Path, *arguments: str, stop: str = "") -> tuple[int, str]:
     """The command in a process of its own, interrupted after a line of its output."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hiap", "prune", *arguments],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    watchdog = threading.Timer(900, process.kill)
-    watchdog.start()
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if stop is not None and re.match(stop, line):
-            process.send_signal(signal.SIGINT)
-            stop = None
-    watchdog.cancel()
-    return process.wait(), "".join(lines)
+    done = run_forked("interrupted.py", stop, "prune", *arguments, folder=folder, seconds=900)
+    return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.skipif(not (SHEET.exists() and WEIGHTS.exists()), reason="no Tiny-ImageNet and no trained ViT-Ti here")
@@ -70,7 +48,7 @@ def test_other_classes_interrupted_twice_and_resumed(photos: Path) -> None:
     assert "dense    fine-tuned first for 5 epochs, learning rate 1.0e-04, with a new classifier" in text
 
     status, text = hiap(home, *options, "--out", "run", stop=STOPS[0])
-    for stop in (STOPS[1], None):
+    for stop in (STOPS[1], ""):
         assert status == 130 and "Traceback" not in text, text
         assert re.search(r"^saved at step \d+; go on with `hiap prune --resume --out run`$", text, re.MULTILINE)
         status, text = hiap(home, "--resume", "--out", "run", stop=stop)

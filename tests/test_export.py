@@ -236,16 +236,17 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("model.pt2", "old")]
 
 
-def test_a_kill_between_two_renames_leaves_no_file_beside_parts_of_another(tmp_path: Path) -> None:
+def test_a_failure_between_two_renames_leaves_no_file_beside_parts_of_another(tmp_path: Path) -> None:
     old, new = tmp_path, tmp_path / "new"
     new.mkdir()
     for folder in (old, new):
         for name in ("model.xml", "model.bin", "model.xml.json"):
             (folder / name).write_text(folder.name)
-    (new / "model.xml").unlink()  # as if the process ended before it was moved
+    (new / "model.xml").unlink()  # so that the move of it fails
     with pytest.raises(FileNotFoundError):
         publish(new / "model.xml", [new / "model.bin"], new / "model.xml.json", old / "model.xml")
-    assert [file.name for file in old.iterdir() if file.is_file()] == ["model.bin"]
+    kept = {file.name: file.read_text() for file in old.iterdir() if file.is_file()}
+    assert kept == dict.fromkeys(("model.xml", "model.bin", "model.xml.json"), tmp_path.name)
 
 
 def test_onnxruntime_fuses_gelu_and_copies_keys_once(export_as: Callable[[str], Path], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hiap.atomic import replace_folder, scratch_beside
+from hiap.atomic import SET_ASIDE, replace_folder, scratch_beside
 from hiap.errors import ExportError, InputError
 from hiap.export.checking import compared
 from hiap.export.formats import Opened
@@ -63,7 +63,8 @@ def export_folder(
     report = description(model, form, precision, None)
     write, read = (write_timm, read_timm) if form == "timm" else (_write_transformers, _read_transformers)
     with scratch_beside(target) as scratch:
-        made, old = scratch / "new", scratch / "old"
+        made, old = scratch / "new", scratch / SET_ASIDE / target.name
+        old.parent.mkdir()
         say(f"writing {form}")
         write(copy.deepcopy(model).cpu().eval().to(DTYPES[precision]), made, report)
         say(f"comparing what {form} reads")
@@ -74,6 +75,7 @@ def export_folder(
         report["bytes"] = sum(file.stat().st_size for file in made.iterdir())
         own = scratch / "report.json"
         own.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        Path(f"{target}.json").unlink(missing_ok=True)  # it is of the folder that is replaced
         replace_folder(target, made, old)
         own.replace(f"{target}.json")
     return report

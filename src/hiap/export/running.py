@@ -47,8 +47,8 @@ class ExportedModel(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Logits of any number of images. A file for a fixed number is run on so many at a time, filled with zeros."""
         if tuple(images.shape[1:]) != self.shape:  # each runtime has an error of its own, and few say what to do
-            wanted, found = ("x".join(map(str, shape)) for shape in (self.shape, images.shape[1:]))
-            raise InputError(f"the file takes images of {wanted}, found {found}: export the model again for that size")
+            wanted, given = ("x".join(map(str, shape)) for shape in (self.shape, images.shape[1:]))
+            raise InputError(f"the file takes images of {wanted}, found {given}: export the model again for that size")
         if self.fixed is None:
             return torch.from_numpy(self.run(images.numpy()))
         found = []

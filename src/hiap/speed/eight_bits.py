@@ -82,7 +82,7 @@ class EightBits(nn.Module):
         library = _library()
         self.dtype = dtype
         self.network = copy.deepcopy(model).to(device, dtype).eval().requires_grad_(False)
-        sites = family_of(self.network).sites(self.network)
+        sites = family_of(self.network).open(self.network)  # some blocks use their weights past the forward of a Linear
         layers = [module for site in sites for module in site.module.modules() if type(module) is nn.Linear]
         multiple = _multiple(kind, device)
         chosen = {id(one) for one in layers if not (one.in_features % multiple or one.out_features % multiple)}

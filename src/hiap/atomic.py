@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["replace_folder", "scratch_beside", "write_text"]
+__all__ = ["SET_ASIDE", "put_back", "replace_folder", "scratch_beside", "write_text"]
+
+SET_ASIDE = "old"  # folder in a scratch folder, for what is being replaced
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -39,16 +41,25 @@ def replace_folder(target: Path, new: Path, old: Path) -> None:
         raise
 
 
+def put_back(aside: Path, folder: Path) -> None:
+    """Move all that was set aside to the folder it came from, over whatever is there."""
+    for kept in list(aside.iterdir()):
+        kept.replace(folder / kept.name)
+
+
 @contextmanager
 def scratch_beside(target: str | os.PathLike[str]) -> Iterator[Path]:
     """A folder beside a file, to prepare it in: what is finished there is moved by a rename, and the rest vanishes.
 
-    Folders that a killed process has left for the same file are removed.
+    Folders that a killed process has left for the same file are removed. If it was killed while it replaced the file,
+    what it had moved to `SET_ASIDE` comes back first.
     """
     path = Path(target).absolute()
     prefix = f".{path.name}.writing-"
-    for entry in path.parent.iterdir():
+    for entry in list(path.parent.iterdir()):
         if entry.name.startswith(prefix):
+            if not path.exists() and (entry / SET_ASIDE).is_dir():
+                put_back(entry / SET_ASIDE, path.parent)
             shutil.rmtree(entry, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=path.parent, ignore_cleanup_errors=True) as folder:
         yield Path(folder)

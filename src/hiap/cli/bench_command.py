@@ -20,6 +20,7 @@ EXAMPLES = """examples:
   hiap bench runs/mine --precision bf16 --batch-size 1,64 --mode compile+graph --out speed.json
   hiap bench runs/mine --device cpu --runtime torch,onnx,openvino
   hiap bench runs/mine --merge-tokens 8
+  hiap bench runs/mine --precision bf16 --mode compile --quantize fp8
   hiap bench --model deit_base_patch16_224 --topology deit_base_7.4g --paper
 """
 
@@ -46,6 +47,7 @@ def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
     add("--runtime", type=listed(str), metavar="A,B", help="of torch, onnx, openvino, pt2, aoti (default torch)")
     add("--kernels", action="store_true", help="also on fused kernels (CUDA with Triton, bf16 or fp16)")
     add("--merge-tokens", type=positive, metavar="R", help="also with R tokens merged in each block")
+    add("--quantize", metavar="KIND", help="also with 8-bit weights by torchao: int8, or fp8 (CUDA, beside bf16)")
     add("--warmup", type=positive, help="untimed runs (default 10)")
     add("--runs", type=positive, help="timed runs of each network (default 50)")
     add(
@@ -65,6 +67,8 @@ def run(options: argparse.Namespace) -> int:
     runtimes = options.runtime or ["torch"]
     if options.merge_tokens and options.kernels:
         raise InputError("--kernels and --merge-tokens do not go together: the fused kernels do not merge tokens")
+    if options.quantize and "torch" not in runtimes:
+        raise InputError("--quantize is for the runtime torch; hiap export --quantize int8 writes such a file")
     networks = _networks(options)
     if options.merge_tokens:
         networks |= {f"{name} merged": hiap.merge_tokens(one, options.merge_tokens) for name, one in networks.items()}
@@ -75,6 +79,7 @@ def run(options: argparse.Namespace) -> int:
         "warmup": options.warmup or (50 if paper else 10),
         "repeat": options.runs or (100 if paper else 50),
         "kernels": options.kernels,
+        "quantize": options.quantize,
     }
     others = find_runtimes([name for name in runtimes if name != "torch"], device, settings["precisions"])
 

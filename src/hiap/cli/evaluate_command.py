@@ -21,6 +21,7 @@ EXAMPLES = """examples:
   hiap evaluate runs/mine --data photos/
   hiap evaluate mine.onnx --data photos/
   hiap evaluate runs/mine --data photos/ --merge-tokens 8
+  hiap evaluate runs/mine --data photos/ --quantize int8
   hiap evaluate runs/backbone --against dense --data photos/ --knn --linear-probe
   hiap evaluate --model deit_small_patch16_224 --data imagenet/
   hiap evaluate --model vit_tiny_patch16_224 --weights my.safetensors --img-size 128 --data photos/
@@ -45,6 +46,8 @@ def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
     )
     merging = "merge so many tokens in each block, for speed; the model of --against stays as it is"
     command.add_argument("--merge-tokens", type=positive, metavar="R", help=merging)
+    rounding = "with 8-bit weights by torchao: int8, or fp8 (a CUDA device of compute capability 8.9 or newer)"
+    command.add_argument("--quantize", metavar="KIND", help=rounding)
     command.add_argument("--out", dest="json", metavar="FILE", help="write the figures here, as JSON")
     add = command.add_argument_group("features, instead of the classifier").add_argument
     add("--knn", action="store_true", help="top-1 of the nearest training images, by cosine similarity")
@@ -60,6 +63,7 @@ def run(options: argparse.Namespace) -> int:
 
     import hiap
     from hiap.models.registry import family_of
+    from hiap.speed.eight_bits import check_eight_bits
     from hiap.training.config import read_config
     from hiap.training.setup import dense_model
 
@@ -81,6 +85,12 @@ def run(options: argparse.Namespace) -> int:
     exported = options.folder is not None and format_of(options.folder) is not None
     if exported and options.merge_tokens:
         raise InputError(f"{options.folder} is a file already: merge tokens when it is written (hiap export)")
+    if exported and options.quantize:
+        raise InputError(f"{options.folder} is a file already: round its weights when it is written (hiap export)")
+    if probes and options.quantize:
+        raise InputError("--quantize is for the classifier: leave out --knn, --linear-probe and --zero-shot")
+    if options.quantize:
+        check_eight_bits(options.quantize, device)
     if exported and probes:
         raise InputError(f"{options.folder} gives logits alone: --knn, --linear-probe and --zero-shot go with a folder")
     objective = {"objective": "features"} if probes else {}
@@ -102,7 +112,8 @@ def run(options: argparse.Namespace) -> int:
         models = {name: model} if options.against is None else {**_other(options, device), name: model}
         figures = _probed(options, config, models, batch, device)
     else:
-        figures = _classified(options.folder or config.weights or config.model, config, model, batch, device)
+        name = options.folder or config.weights or config.model
+        figures = _classified(name, config, model, batch, device, options.quantize)
     return _written(options.json, figures | ({"merge_tokens": options.merge_tokens} if options.merge_tokens else {}))
 
 
@@ -112,9 +123,14 @@ def _written(file: str | None, figures: dict[str, Any]) -> int:
     return 0
 
 
-def _classified(given: str, config: Any, model: Any, batch: int, device: Any) -> dict[str, Any]:
+def _classified(
+    given: str, config: Any, model: Any, batch: int, device: Any, quantize: str | None = None
+) -> dict[str, Any]:
     """Print top-1 and top-5 of the classifier of a model; `given` is what it was given as, for errors."""
+    import torch
+
     from hiap.models.registry import family_of
+    from hiap.speed.eight_bits import EightBits
     from hiap.training.evaluate import evaluate
     from hiap.training.setup import load_data
 
@@ -131,9 +147,15 @@ def _classified(given: str, config: Any, model: Any, batch: int, device: Any) ->
     if own and others and own != others:
         first = next((a, b) for a, b in zip(own, others, strict=True) if a != b)
         raise InputError(f"the model was trained on other classes: {first[0]!r} stands where the data has {first[1]!r}")
+    more: dict[str, Any] = {}
+    if quantize:
+        rest = "bf16" if device.type == "cuda" else "fp32"
+        model = EightBits(model, quantize, device, torch.bfloat16 if rest == "bf16" else torch.float32)
+        more = {"quantize": quantize, "rounded_layers": model.rounded, "other_layers": model.left}
+        print(f"{model.rounded} layers of the blocks in {quantize}, {model.left} in {rest}")
     scores = evaluate(model, data, batch)
     print(f"top-1 {scores['top1']:.2f} %  top-5 {scores['top5']:.2f} %  {scores['images']} images")
-    return dict(scores)
+    return {**scores, **more}
 
 
 def _probed(options: Any, config: Any, models: dict[str, Any], batch: int, device: Any) -> dict[str, Any]:

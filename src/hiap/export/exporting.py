@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hiap.atomic import scratch_beside
+from hiap.atomic import SET_ASIDE, put_back, scratch_beside
 from hiap.errors import InputError
 from hiap.export.checking import agreement, compared, timed
 from hiap.export.folders import check_folder, export_folder
@@ -188,9 +188,24 @@ def _check_calibration(model: nn.Module, batch: int | None, calibration: Tensor 
 
 
 def publish(made: Path, companions: list[Path], report: Path, target: Path) -> None:
-    """Move finished files to their places. A kill in between never leaves a file beside parts of another one."""
-    Path(f"{target}.json").unlink(missing_ok=True)
-    if companions:
-        target.unlink(missing_ok=True)
-    for file in (*companions, made, report):
-        file.replace(target.parent / file.name)
+    """Move finished files to their places. A kill in between never leaves a file beside parts of another one.
+
+    Files that are replaced together are set aside first: they come back if this fails, or when the next export to the
+    same place begins.
+    """
+    aside, places = made.parent / SET_ASIDE, [target.parent / file.name for file in (made, *companions, report)]
+    if not companions:
+        places[-1].unlink(missing_ok=True)
+        made.replace(target)
+        report.replace(places[-1])
+        return
+    aside.mkdir()
+    try:
+        for place in places:  # the one that names the others goes first, and comes last
+            if place.exists():
+                place.replace(aside / place.name)
+        for file in (*companions, made, report):
+            file.replace(target.parent / file.name)
+    except BaseException:
+        put_back(aside, target.parent)
+        raise

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hiap.atomic import replace_folder, scratch_beside
-from hiap.errors import InputError
+from hiap.atomic import SET_ASIDE, replace_folder, scratch_beside
+from hiap.errors import ExportError, InputError
 from hiap.export.checking import compared
 from hiap.export.formats import Opened
 from hiap.export.network import description
-from hiap.export.timm_folder import INSTEAD, plain_arguments, read_timm, write_timm
+from hiap.export.timm_folder import instead_of, plain_arguments, read_timm, write_timm
 from hiap.models.family import logits_of
 from hiap.models.registry import family_of
 from hiap.pruning.saving import is_compact
@@ -48,7 +48,8 @@ def check_folder(
     if form == "timm":
         plain_arguments(model)
     elif family_of(model).name != "transformers":
-        raise InputError(f"{form} is for models of Transformers; found a {type(model).__name__}. {INSTEAD}")
+        found = f"{type(model).__name__} of {family_of(model).name.partition('_')[0]}"
+        raise InputError(f"{form} is for models of Transformers; found a {found}. {instead_of(model)}")
 
 
 def export_folder(
@@ -62,7 +63,8 @@ def export_folder(
     report = description(model, form, precision, None)
     write, read = (write_timm, read_timm) if form == "timm" else (_write_transformers, _read_transformers)
     with scratch_beside(target) as scratch:
-        made, old = scratch / "new", scratch / "old"
+        made, old = scratch / "new", scratch / SET_ASIDE / target.name
+        old.parent.mkdir()
         say(f"writing {form}")
         write(copy.deepcopy(model).cpu().eval().to(DTYPES[precision]), made, report)
         say(f"comparing what {form} reads")
@@ -73,6 +75,7 @@ def export_folder(
         report["bytes"] = sum(file.stat().st_size for file in made.iterdir())
         own = scratch / "report.json"
         own.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        Path(f"{target}.json").unlink(missing_ok=True)  # it is of the folder that is replaced
         replace_folder(target, made, old)
         own.replace(f"{target}.json")
     return report
@@ -89,8 +92,17 @@ def _write_transformers(model: nn.Module, folder: Path, about: dict[str, Any]) -
 def _read_transformers(folder: Path, like: nn.Module) -> nn.Module:
     import transformers
 
+    from hiap.models.transformers_configs import is_pruned
     from hiap.models.transformers_parts import HEADS
 
     auto = "AutoModelForImageClassification" if any(hasattr(like, head) for head in HEADS) else "AutoModel"
-    found: nn.Module = getattr(transformers, auto).from_pretrained(folder)
+    # Auto classes give pruned models back as what they were; dense ones are of a class that one asks for.
+    reader: Any = getattr(transformers, auto) if is_pruned(getattr(like, "config", None)) else type(like)
+    found: nn.Module
+    found, report = reader.from_pretrained(folder, output_loading_info=True)
+    if report["missing_keys"]:
+        raise ExportError(
+            f"Transformers adds {min(report['missing_keys'])!r} to a {type(like).__name__} that it reads, because its "
+            "configuration cannot say that the model has none. Export it to onnx, or prune it first"
+        )
     return found

@@ -59,6 +59,8 @@ class Deployable(nn.Module):
         self.shape = family_of(source).input_shape(source)
         self.dtype = dtype
         self.network = optimize(source, dtype, 1, pad=False, last_block=last_block).requires_grad_(False)
+        if self.network.stem is None and not self.network.whole:  # it takes images of any size; a file does not
+            self.network.stem = self.network.family.fold_fixed_stem(self.network.model)
         stem = self.network.stem
         if isinstance(stem, Stem):
             self.network.stem = PaddedStem(stem, self.shape[0])

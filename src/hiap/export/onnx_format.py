@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from hiap.errors import InputError
+from hiap.errors import ExportError, InputError
 from hiap.export.formats import INPUT, KEY, OUTPUT, ExportFormat, Opened
 from hiap.export.onnx_int8 import quantize_onnx
 from hiap.export.onnx_operators import translations
@@ -48,15 +48,18 @@ def converted_program(program: Any, outputs: list[str]) -> Any:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the exporter about itself
-        return torch.onnx.export(
-            program,
-            dynamo=True,
-            opset_version=OPSET,
-            input_names=[INPUT],
-            output_names=outputs,
-            custom_translation_table=translations(program),
-            verbose=False,
-        )
+        try:
+            return torch.onnx.export(
+                program,
+                dynamo=True,
+                opset_version=OPSET,
+                input_names=[INPUT],
+                output_names=outputs,
+                custom_translation_table=translations(program),
+                verbose=False,
+            )
+        except Exception as error:  # of many kinds
+            raise ExportError(f"torch cannot convert this network to ONNX: {error}; export it to pt2") from error
 
 
 def open_session(model: Path | bytes, threads: int) -> Opened:

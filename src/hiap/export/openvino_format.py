@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hiap.errors import InputError
+from hiap.errors import ExportError, InputError
 from hiap.export.formats import INPUT, KEY, OUTPUT, ExportFormat, Opened, need
 
 __all__ = ["FORMAT"]
@@ -24,7 +24,10 @@ class _OpenVino(ExportFormat):
     def write(self, program: Any, file: Path, about: str, precision: str) -> None:
         import openvino
 
-        model = openvino.convert_model(program)
+        try:
+            model = openvino.convert_model(program)
+        except Exception as error:  # of its own classes
+            raise ExportError(f"OpenVINO cannot convert this network: {error}; export it to onnx") from error
         name = program.graph_signature.user_inputs[0]
         shape = next(node for node in program.graph.nodes if node.name == name).meta["val"].shape
         # The converter leaves every size open: images of another size would run, to no good, and all would be slow.

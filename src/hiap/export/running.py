@@ -38,6 +38,7 @@ class ExportedModel(nn.Module):
         try:
             about = json.loads(opened.about or "")
             self.fixed = None if about["batch"] == "dynamic" else int(about["batch"])
+            self.shape = (int(about["channels"]), *map(int, about["size"]))
         except (ValueError, LookupError, TypeError) as error:
             raise InputError(f"{file} does not say how its images are made ready: write it with hiap export") from error
         self.run, self.about = opened.run, dict[str, Any](about)
@@ -45,6 +46,9 @@ class ExportedModel(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits of any number of images. A file for a fixed number is run on so many at a time, filled with zeros."""
+        if tuple(images.shape[1:]) != self.shape:  # each runtime has an error of its own, and few say what to do
+            wanted, given = ("x".join(map(str, shape)) for shape in (self.shape, images.shape[1:]))
+            raise InputError(f"the file takes images of {wanted}, found {given}: export the model again for that size")
         if self.fixed is None:
             return torch.from_numpy(self.run(images.numpy()))
         found = []

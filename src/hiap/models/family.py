@@ -195,6 +195,10 @@ class Family(ABC):
         """For inference: take the stem out of the model, as one module from images to tokens. None: leave it in."""
         return None
 
+    def fold_fixed_stem(self, model: nn.Module) -> nn.Module | None:
+        """The same for images of the model's own size alone, also where the model takes other sizes."""
+        return self.fold_stem(model)
+
     def tokens_read(self, model: nn.Module) -> int | None:
         """How many of the first tokens the head reads; None for all."""
         return None

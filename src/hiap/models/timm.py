@@ -138,10 +138,14 @@ class TimmFamily(Family):
         return features, model.forward_head(features)
 
     def fold_stem(self, model: ViT) -> nn.Module | None:
+        any_size = getattr(model, "dynamic_img_size", False) or getattr(model.patch_embed, "dynamic_img_pad", False)
+        return None if any_size else self.fold_fixed_stem(model)
+
+    def fold_fixed_stem(self, model: ViT) -> nn.Module | None:
         embed = model.patch_embed
         if type(embed) is not layers.PatchEmbed or not isinstance(embed.norm, nn.Identity):
             return None
-        if getattr(model, "dynamic_img_size", False) or embed.dynamic_img_pad:
+        if embed.dynamic_img_pad and any(side % of for side, of in zip(embed.img_size, embed.patch_size, strict=True)):
             return None
         proj, (rows, columns) = embed.proj, embed.grid_size
         zero = proj.weight.new_zeros(1, *((rows * columns,) if embed.flatten else (rows, columns)), model.embed_dim)

@@ -25,6 +25,7 @@ from hiap.pruning.count import macs
 from hiap.pruning.extract import provenance_of, shrink
 from hiap.pruning.topology import Topology
 from hiap.speed.clock import DTYPES, Call, device_name, graphed, materialise, precision, timings
+from hiap.speed.eight_bits import EightBits, check_eight_bits
 from hiap.speed.fused import check_available
 from hiap.speed.inference import compiled, optimize
 
@@ -89,11 +90,13 @@ def bench(
     repeat: int = 50,
     say: Callable[[str], None] = lambda text: None,
     kernels: bool = False,
+    quantize: str | None = None,
 ) -> list[Row]:
     """Time networks of one input size in every setting. The networks are not changed.
 
     Args:
         kernels: time each network on fused kernels too (`optimize`); half precision only.
+        quantize: time each network with 8-bit weights too, "int8" or "fp8" (bf16 only), by torchao.
 
     Raises:
         ValueError: an unknown precision or mode, one the device does not have, or networks of different inputs.
@@ -112,6 +115,10 @@ def bench(
     halves = [name for name in precisions if DTYPES[name].itemsize == 2]
     for model in networks.values() if kernels else ():
         check_available(model, device, DTYPES[halves[0] if halves else precisions[0]])
+    if quantize:
+        check_eight_bits(quantize, device)
+        if quantize == "fp8" and "bf16" not in precisions:
+            raise InputError(f"fp8 is timed beside bf16; found the precisions {', '.join(precisions)}: add bf16")
     rows = []
     costs = {name: macs(model) for name, model in networks.items()}
     for name in precisions:
@@ -123,6 +130,9 @@ def bench(
                 forms = {key: own, f"{key}, optimised": optimize(own, dtype, max(batches))}
                 if kernels and name in halves:
                     forms[f"{key}, fused"] = optimize(own, dtype, max(batches), kernels=True, say=say)
+                if quantize and (quantize == "int8" or name == "bf16"):
+                    rounded = forms[f"{key}, {quantize}"] = EightBits(own, quantize, device, dtype)
+                    say(f"{key}: {rounded.rounded} layers in {quantize}, {rounded.left} in {name}")
                 own.to(dtype)  # last: weights are folded before they are cast
                 cast |= forms
                 cost_of |= dict.fromkeys(forms, costs[key])

@@ -66,6 +66,10 @@ class MergedFamily(Family):
         family, inside = _inside(model)
         return family.fold_stem(inside)
 
+    def fold_fixed_stem(self, model: nn.Module) -> nn.Module | None:
+        family, inside = _inside(model)
+        return family.fold_fixed_stem(inside)
+
     def tokens_read(self, model: nn.Module) -> int | None:
         family, inside = _inside(model)
         return family.tokens_read(inside)

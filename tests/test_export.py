@@ -109,9 +109,9 @@ def test_a_damaged_file_is_refused_in_one_line(exported: Path, tmp_path: Path) -
 @pytest.mark.parametrize("kind", ["augreg", "siglip", "features", "all_tokens", "one_channel", "rectangle"])
 def test_the_network_that_is_exported_computes_what_the_model_does(kind: str) -> None:
     model = make(kind).float()
-    network = Deployable(model)
-    images = torch.randn(3, *network.shape)
-    assert torch.allclose(network(images), model(images), atol=1e-4 * float(model(images).abs().max()))
+    for network in (Deployable(model), Deployable(model, flat=True)):
+        images = torch.randn(3, *network.shape)
+        assert torch.allclose(network(images), model(images), atol=1e-4 * float(model(images).abs().max()))
 
 
 def test_a_file_is_scored_like_the_folder_it_came_from(
@@ -248,13 +248,16 @@ def test_a_kill_between_two_renames_leaves_no_file_beside_parts_of_another(tmp_p
     assert [file.name for file in old.iterdir() if file.is_file()] == ["model.bin"]
 
 
-def test_onnxruntime_fuses_gelu_and_copies_keys_once(export_as: Callable[[str], Path], tmp_path: Path) -> None:
+def test_onnxruntime_fuses_gelu_and_biases_and_copies_keys_once(
+    export_as: Callable[[str], Path], tmp_path: Path
+) -> None:
     file, options = export_as("onnx"), pytest.importorskip("onnxruntime").SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
     pytest.importorskip("onnxruntime").InferenceSession(file, options, providers=["CPUExecutionProvider"])
     nodes = pytest.importorskip("onnx").load(tmp_path / "optimised.onnx").graph.node
     kinds = [node.op_type for node in nodes]
-    assert kinds.count("BiasGelu") == 1 and "Erf" not in kinds  # there is one FFN
+    assert kinds.count("Gelu") == 1 and "Erf" not in kinds  # there is one FFN
+    assert kinds.count("Gemm") == 6  # with their biases: four layers of the first block, and both classifiers
     assert kinds.count("Softmax") == 2 and kinds.count("Transpose") == 1 + 2 * 4  # pixels; q, k, v and values of heads
 
 

@@ -12,7 +12,6 @@ model is the teacher. A run that is there is not repeated; every ratio is a fold
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 

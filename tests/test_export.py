@@ -251,13 +251,16 @@ def test_a_failure_between_two_renames_leaves_no_file_beside_parts_of_another(tm
     assert kept == dict.fromkeys(("model.xml", "model.bin", "model.xml.json"), tmp_path.name)
 
 
-def test_onnxruntime_fuses_gelu_and_copies_keys_once(export_as: Callable[[str], Path], tmp_path: Path) -> None:
+def test_onnxruntime_fuses_gelu_and_biases_and_copies_keys_once(
+    export_as: Callable[[str], Path], tmp_path: Path
+) -> None:
     file, options = export_as("onnx"), pytest.importorskip("onnxruntime").SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
     pytest.importorskip("onnxruntime").InferenceSession(file, options, providers=["CPUExecutionProvider"])
     nodes = pytest.importorskip("onnx").load(tmp_path / "optimised.onnx").graph.node
     kinds = [node.op_type for node in nodes]
-    assert kinds.count("BiasGelu") == 1 and "Erf" not in kinds  # there is one FFN
+    assert kinds.count("Gelu") == 1 and "Erf" not in kinds  # there is one FFN
+    assert kinds.count("Gemm") == 6  # with their biases: four layers of the first block, and both classifiers
     assert kinds.count("Softmax") == 2 and kinds.count("Transpose") == 1 + 2 * 4  # pixels; q, k, v and values of heads
 
 

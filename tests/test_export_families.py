@@ -56,9 +56,9 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 @pytest.mark.parametrize("kind", ["augreg", "siglip", "features", "all_tokens", "one_channel", "rectangle"])
 def test_the_network_that_is_exported_computes_what_the_model_does(kind: str) -> None:
     model = conftest.make(kind).float()
-    network = Deployable(model)
-    images = torch.randn(3, *network.shape)
-    assert torch.allclose(network(images), model(images), atol=1e-4 * float(model(images).abs().max()))
+    for network in (Deployable(model), Deployable(model, flat=True)):
+        images = torch.randn(3, *network.shape)
+        assert torch.allclose(network(images), model(images), atol=1e-4 * float(model(images).abs().max()))
 
 
 @torch.no_grad()

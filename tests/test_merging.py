@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torchvision.models.vision_transformer import VisionTransformer
 
@@ -240,13 +240,39 @@ def test_what_cannot_merge_is_refused_with_the_reason() -> None:
             hiap.merge_tokens(given, r)
 
 
-def test_a_merging_model_is_not_saved_and_has_no_fused_kernels(tmp_path: Path) -> None:
+def test_a_dense_merging_model_is_not_saved_and_has_no_fused_kernels(tmp_path: Path) -> None:
     merged = hiap.merge_tokens(make(), 1)
-    with pytest.raises(hiap.CheckpointError, match="save the model that this one was made from"):
+    with pytest.raises(hiap.CheckpointError, match=r"only a compact model can be saved; make one with hiap\.extract"):
         hiap.save(merged, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
     with pytest.raises(hiap.InputError, match="they do not merge tokens"):
         hiap.optimize(merged, kernels=True)
+
+
+def test_a_compact_model_that_merges_is_saved_with_plain_weights_and_merges_again_when_loaded(tmp_path: Path) -> None:
+    model = make("siglip_gap")
+    compact, x = ragged(model), images(model)
+    merged = hiap.merge_tokens(compact, R)
+    for one, name in ((compact, "plain"), (merged, "merged"), (hiap.merge_tokens(compact, 0), "none")):
+        hiap.save(one, tmp_path / name, list("abcdefg"))
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("plain", "merged")]
+    assert list(weights[0]) == list(weights[1])
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert (config["merge_tokens"], config["macs"]) == (R, counted(merged, x))
+    assert config["dense_macs"] == hiap.macs(model)
+    loaded = hiap.load(tmp_path / "merged")
+    with torch.no_grad():
+        assert torch.equal(loaded(x), merged(x))
+        timms = timm.create_model(f"local-dir:{tmp_path / 'merged'}").eval()  # which knows nothing of merging
+        assert isinstance(timms, timm.models.VisionTransformer) and torch.equal(timms(x), compact(x))
+    assert loaded.class_names == list("abcdefg")
+    assert hiap.macs(loaded) == config["macs"] and loaded.hiap == loaded.model.hiap
+    assert type(hiap.load(tmp_path / "none")) is type(hiap.load(tmp_path / "plain")) is type(compact)
+    config["merge_tokens"] = "3"
+    (tmp_path / "merged" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(hiap.CheckpointError, match="merge_tokens must be a count; found '3'"):
+        hiap.load(tmp_path / "merged")
 
 
 # -- the command line -------------------------------------------------------------------------------------------------
@@ -291,6 +317,40 @@ def test_bench_times_both_models_with_and_without_merging(folder: Path, capsys: 
     assert found["compact merged"] == hiap.macs(hiap.merge_tokens(compact, 4)) < found["compact"] == hiap.macs(compact)
     assert main(["bench", str(folder), "--merge-tokens", "4", "--kernels", *quick]) == 1
     assert "the fused kernels do not merge tokens" in capsys.readouterr().err
+
+
+def test_every_command_merges_by_itself_in_a_folder_that_says_so(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, out, given = tmp_path / "own", tmp_path / "out.json", ["--data", "digits", "--mean", "0.5", "--std", "0.5"]
+    compact = hiap.load(folder)
+    merged = hiap.merge_tokens(compact, 4)
+    hiap.save(merged, own)
+    for one, more in ((folder, ["--merge-tokens", "4"]), (own, [])):
+        assert main(["evaluate", str(one), *given, *more, "--out", str(out)]) == 0
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first == second and json.loads(out.read_text())["merge_tokens"] == 4
+    quick = ["--batch", "2", "--warmup", "1", "--runs", "2", "--device", "cpu", "--out", str(out)]
+    assert main(["bench", str(own), *quick]) == 0
+    rows = {row["network"]: row["macs"] for row in json.loads(out.read_text())["rows"]}
+    dense = hiap.pruning.saving.macs_of_widths(compact, compact.hiap.dense)
+    assert (rows["dense"], rows["compact"]) == (dense, hiap.macs(merged))
+    capsys.readouterr()
+    assert main(["info", str(own)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert (
+        lines[0]
+        == f"MACs        {hiap.macs(merged) / 1e3:.3f} k, {hiap.macs(merged) / dense:.1%} of {dense / 1e3:.3f} k"
+    )
+    assert lines[2] == "merging     4 tokens in each block; the MACs are those with merging"
+    assert main(["inspect", str(own)]) == 0
+    total = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("MACs"))
+    assert total == f"MACs  {hiap.macs(merged) / 1e3:.3f} k, {hiap.macs(merged) / dense:.1%} of {dense / 1e3:.3f} k"
+    file = file_of("pt2", tmp_path)
+    assert main(["export", str(own), "-o", str(file)]) == 0
+    assert json.loads(Path(f"{file}.json").read_text())["merge_tokens"] == 4
+    assert main(["evaluate", str(own), *given, "--merge-tokens", "2"]) == 1
+    assert "the model merges tokens already, 4 in each block" in capsys.readouterr().err
 
 
 def test_an_onnx_file_merges_like_the_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import torch
 
 import hiap
 from conftest import images, make
+from hiap.export.flat_blocks import flattened
 from hiap.nn.stem import Stem
 from hiap.speed.inference import Optimized
 from test_extract import close
@@ -97,3 +98,17 @@ def test_gates_are_refused_and_a_wrong_result_is_noticed(monkeypatch: pytest.Mon
 def test_other_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="32x32"):
         hiap.optimize(make())(torch.zeros(1, 3, 64, 64).double())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["layer_scale", "qk_norm", "deit_distilled"])
+def test_blocks_with_tokens_as_rows_of_one_matrix_compute_the_same(name: str) -> None:
+    model = make(name)
+    topology = hiap.Topology.from_counts(model, heads=[2, 0, None], neurons=[40, None, 0])
+    for one in (model, hiap.extract(model, topology, round_to=1)):
+        blocks = list(hiap.optimize(one, pad=False, last_block=False).blocks)
+        (flat,), x = flattened(blocks), torch.randn(2, 5, 24, dtype=torch.float64)
+        expected = x
+        for block in blocks:
+            expected = block(expected)
+        assert torch.allclose(flat(x), expected, rtol=0, atol=1e-12 * float(expected.abs().max()))

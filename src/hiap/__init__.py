@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     from hiap.pruning.attach import attach, detach, gates, parameter_groups, set_gates, weight_groups
     from hiap.pruning.count import Counts, expected_counts, hard_counts, macs
     from hiap.pruning.extract import Provenance, extract
+    from hiap.pruning.merging import merge_tokens
     from hiap.pruning.saving import load, save
     from hiap.pruning.topology import BlockTopology, Topology, harden, set_topology
     from hiap.speed.inference import compiled, optimize
     from hiap.speed.measure import measure
-    from hiap.speed.merging import merge_tokens
     from hiap.training.config import Config, read_config
     from hiap.training.loop import prune
     from hiap.training.result import Result
@@ -137,11 +137,11 @@ _MODULES = {  # and the names each of them gives to the package
     "pruning.attach": "attach detach gates parameter_groups set_gates weight_groups",
     "pruning.count": "Counts expected_counts hard_counts macs",
     "pruning.extract": "Provenance extract",
+    "pruning.merging": "merge_tokens",
     "pruning.saving": "load save",
     "pruning.topology": "BlockTopology Topology harden set_topology",
     "speed.inference": "compiled optimize",
     "speed.measure": "measure",
-    "speed.merging": "merge_tokens",
     "training.config": "Config read_config",
     "training.loop": "prune",
     "training.result": "Result",

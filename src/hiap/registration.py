@@ -16,9 +16,10 @@ __all__ = ["hiap_vit", "register"]
 def hiap_vit(pretrained: bool = False, pretrained_cfg: Any = None, **options: Any) -> Any:
     """timm's entry point, for `timm.create_model("local-dir:FOLDER")`; the weights are always loaded."""
     from hiap.models.timm_entry import entry_point
+    from hiap.pruning.merging import unmerged
     from hiap.pruning.saving import load
 
-    return entry_point(load, pretrained_cfg, **options)
+    return entry_point(lambda folder: unmerged(load(folder)), pretrained_cfg, **options)
 
 
 def _add_to_timm() -> None:

@@ -16,7 +16,7 @@ from hiap.models.family import ImageSize, Site
 from hiap.models.registry import family_of, sites
 from hiap.nn.compact import Widths, has_bias
 from hiap.pruning.attach import gates, gates_by_block, is_gated
-from hiap.pruning.count import Counts, block_macs
+from hiap.pruning.count import Counts, block_macs, block_tokens
 
 __all__ = [
     "Cost",
@@ -134,30 +134,38 @@ class MacCost(LinearCost):
     Args:
         accounting: "exact" counts MACs as extraction saves them; "paper" uses the paper's C1, C2 and C3, which count
             FLOPs (two a MAC) and charge the value projection to the head.
+        merge_tokens: how many tokens each block merges away. Blocks must keep their attention, or those after them
+            would have more tokens than are counted. `block` is exact; the expected cost of comparing keys takes the
+            heads of a block to be equally wide.
     """
 
-    def __init__(self, model: nn.Module, accounting: str = "exact", img_size: ImageSize = None) -> None:
+    def __init__(
+        self, model: nn.Module, accounting: str = "exact", img_size: ImageSize = None, merge_tokens: int = 0
+    ) -> None:
         if accounting not in ("exact", "paper"):
             raise InputError(f"accounting must be 'exact' or 'paper'; found {accounting!r}")
         self.accounting = accounting
         family = family_of(model)
-        self.tokens = family.tokens(model, img_size)
+        found = family.sites(model)
+        tokens = block_tokens(model, [site.widths for site in found], img_size, merge_tokens)
+        self.tokens = {site.name: n for site, n in zip(found, tokens, strict=True)}
         self.per_mac = 2 if accounting == "paper" else 1
         super().__init__(model, family.fixed_macs(model, img_size) * self.per_mac)
 
     def unit_costs(self, site: Site, qk_gated: bool) -> tuple[float, float, float, float]:
-        n, d, w = self.tokens, site.dim, site.widths
-        neuron = (2 + site.glu) * n * d
+        (n, left, compared), d, w = self.tokens[site.name], site.dim, site.widths
+        neuron = (2 + site.glu) * left * d
         if self.accounting == "paper":
             if qk_gated:
                 raise InputError("the paper's accounting has no q/k dims; use accounting='exact' with qk_dim gates")
             c1 = 2 * n * d * (2 * w.qk_dim + w.value_dim) + 2 * n * n * w.qk_dim
             return c1, 2 * n * d + 2 * n * n, 0, 2 * neuron
         dim = 2 * n * d + n * n
-        return (0, dim, dim, neuron) if qk_gated else (w.qk_dim * dim, dim, 0, neuron)
+        query = dim + compared / (w.heads or 1)
+        return (0, dim, query, neuron) if qk_gated else (w.qk_dim * query, dim, 0, neuron)
 
     def block(self, site: Site, widths: Widths) -> int:
-        return self.per_mac * block_macs(self.tokens, site.dim, widths, site.glu)
+        return self.per_mac * block_macs(self.tokens[site.name], site.dim, widths, site.glu)
 
 
 class ParamCost(LinearCost):

@@ -114,7 +114,8 @@ def run(options: argparse.Namespace) -> int:
     else:
         name = options.folder or config.weights or config.model
         figures = _classified(name, config, model, batch, device, options.quantize)
-    return _written(options.json, figures | ({"merge_tokens": options.merge_tokens} if options.merge_tokens else {}))
+    merging = family_of(model).merging(model)
+    return _written(options.json, figures | ({"merge_tokens": merging[0]} if merging else {}))
 
 
 def _written(file: str | None, figures: dict[str, Any]) -> int:
@@ -233,6 +234,7 @@ def _other(options: argparse.Namespace, device: Any) -> dict[str, Any]:
     """The model that a folder is compared with, by its name."""
     import hiap
     from hiap.models.registry import family_of
+    from hiap.pruning.merging import unmerged
     from hiap.training.config import read_config
     from hiap.training.run_folder import CONFIG
     from hiap.training.rungs import first_folder
@@ -248,7 +250,7 @@ def _other(options: argparse.Namespace, device: Any) -> dict[str, Any]:
         )
     run = first_folder(runs[0])
     config = read_config(run / CONFIG)
-    model, own = dense_model(config), hiap.load(compact)
+    model, own = unmerged(dense_model(config)), unmerged(hiap.load(compact))
     _check_dense(run, config, model, own)
     family = family_of(model)
     shared = {name: value for name, value in family.usage(own).items() if name in USAGE}

@@ -45,6 +45,7 @@ def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
 
 def run(options: argparse.Namespace) -> int:
     import hiap
+    from hiap.pruning.merging import Merged
 
     if options.calibration_data and not options.quantize:
         raise InputError("--calibration-data goes with --quantize int8")
@@ -55,6 +56,9 @@ def run(options: argparse.Namespace) -> int:
     model = hiap.load(compact_folder(options.folder))
     if options.merge_tokens:
         model = hiap.merge_tokens(model, options.merge_tokens)
+    if options.format in FOLDERS and isinstance(model, Merged):
+        print(f"{options.format} is a folder of weights, which merge nothing: tokens are not merged", file=sys.stderr)
+        model = model.model
     calibration = None
     if options.calibration_data:
         from hiap.cli.calibration import calibration_images

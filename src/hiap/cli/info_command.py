@@ -24,6 +24,7 @@ def run(options: argparse.Namespace) -> int:
     from hiap.models.registry import family_of
     from hiap.pruning.count import macs_of_widths
     from hiap.pruning.extract import provenance_of
+    from hiap.pruning.merging import unmerged
     from hiap.speed.deployed import read_speeds
     from hiap.training.features import feature_width
 
@@ -34,10 +35,12 @@ def run(options: argparse.Namespace) -> int:
     model = hiap.load(folder)
     family, provenance = family_of(model), provenance_of(model)
     assert provenance is not None
-    macs, dense = hiap.macs(model), macs_of_widths(model, provenance.dense)
+    macs, dense = hiap.macs(model), macs_of_widths(unmerged(model), provenance.dense)
     params = sum(p.numel() for p in model.parameters())
     print(f"MACs        {in_words(macs)}, {macs / dense:.1%} of {in_words(dense)}")
     print(f"parameters  {in_words(params)}")
+    if merging := family.merging(model):
+        print(f"merging     {merging[0]} tokens in each block; the MACs are those with merging")
     classes = family.classes(model)
     print(f"classes     {classes or f'none: a backbone with {feature_width(model)} features'}")
     print(f"checked     logits within {provenance.logit_difference:.1e} of the gated model's (relative)")

@@ -97,20 +97,25 @@ def _cell(now: int | None, dense: int | None) -> str:
 
 def macs_by_part(size: dict[str, Any], widths: list[Widths]) -> dict[str, int]:
     """MACs of the parts of a network of these widths; together they are those of the network."""
-    n, parts = size["tokens"], {"outside the blocks": size["fixed_macs"]}
+    tokens = size.get("merged") or [[size["tokens"], size["tokens"], 0]] * len(widths)
+    parts = {"outside the blocks": size["fixed_macs"]}
     parts |= dict.fromkeys(("attention, projections", "attention, scores and values", "FFN"), 0)
-    for one, dim, glu in zip(widths, size["dims"], size["glu"], strict=True):
+    parts |= {"token merging": 0} if "merged" in size else {}
+    for one, dim, glu, (n, left, compared) in zip(widths, size["dims"], size["glu"], tokens, strict=True):
         inner = (one.heads or 0) * (one.qk_dim + one.value_dim)
         parts["attention, projections"] += 2 * n * dim * inner
         parts["attention, scores and values"] += n * n * inner
-        parts["FFN"] += (one.neurons or 0) * (2 + glu) * n * dim
+        parts["FFN"] += (one.neurons or 0) * (2 + glu) * left * dim
+        if compared and one.heads:
+            parts["token merging"] += compared * one.qk_dim
     return parts
 
 
 def _print_parts(size: dict[str, Any], now: list[Widths], dense: list[Widths]) -> None:
     from hiap.budget.cost import in_words
 
-    parts, before = macs_by_part(size, now), macs_by_part(size, dense)
+    parts = macs_by_part(size, now)
+    before = dict.fromkeys(parts, 0) | macs_by_part({k: v for k, v in size.items() if k != "merged"}, dense)
     total, whole = sum(parts.values()), sum(before.values())
     print(f"\nMACs  {in_words(total)}" + (f", {total / whole:.1%} of {in_words(whole)}" if total != whole else ""))
     for name, count in parts.items():

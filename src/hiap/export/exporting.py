@@ -71,7 +71,8 @@ def export_model(
         about["quantization"] = {"method": "static" if images else "dynamic", "calibration_images": images}
     dtype = DTYPES[precision] if kind.casts else torch.float32
     say(f"tracing the network for {'any batch' if batch is None else f'a batch of {batch}'}")
-    network = Deployable(model, dtype)
+    # INT8 is made from products without a bias: onnxruntime would round the bias of a Gemm too.
+    network = Deployable(model, dtype, flat=kind.flat and quantize is None)
     program = traced(network, network.shape, batch)
     threads = torch.get_num_threads()
     with scratch_beside(target) as folder:

@@ -52,6 +52,7 @@ class ExportFormat(ABC):
     runtime: str  # in words
     suffix: str
     casts = True  # in half precision the network is cast; if not, only its weights are stored so
+    flat = False  # the runtime is faster with all tokens as the rows of one matrix (flat_blocks.py)
     packages: tuple[str, ...] = ()  # to import, beside torch
     extra = ""  # of pip that installs them
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hiap.errors import InputError
+from hiap.export.flat_blocks import flattened
 from hiap.export.formats import ExportFormat
 from hiap.export.network import Deployable
 from hiap.export.onnx_chains import onnx_chains
@@ -55,13 +56,14 @@ def _parts(kind: ExportFormat, precision: str, blocks: Sequence[nn.Module], x: T
         yield from onnx_chains(blocks, x, copies)
         return
     for block in blocks:
-        chain = nn.Sequential(*(copy.deepcopy(block) for _ in range(copies)))
+        copied = [copy.deepcopy(block) for _ in range(copies)]
+        chain = nn.Sequential(*(flattened(copied) if kind.flat else copied))
         yield _call(kind, precision, Cast(chain, DTYPES[precision] if kind.casts else torch.float32), x)
 
 
 def _network(kind: ExportFormat, precision: str, model: nn.Module, x: Tensor) -> Call:
     dtype = DTYPES[precision] if kind.casts else torch.float32
-    return _call(kind, precision, Deployable(model, dtype, last_block=False), x)
+    return _call(kind, precision, Deployable(model, dtype, last_block=False, flat=kind.flat), x)
 
 
 def _call(kind: ExportFormat, precision: str, network: nn.Module, x: Tensor) -> Call:

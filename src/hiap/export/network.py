@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hiap.errors import ExportError
+from hiap.export.flat_blocks import flattened
 from hiap.export.formats import INPUT, OUTPUT
 from hiap.models.family import logits_of
 from hiap.models.registry import family_of
@@ -51,9 +52,12 @@ class Deployable(nn.Module):
         model: dense or compact; it is copied.
         dtype: that it computes in.
         last_block: whether the last block computes only what the classifier reads.
+        flat: whether tokens are the rows of one matrix: see `FlatBlocks`.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype = torch.float32, last_block: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype = torch.float32, last_block: bool = True, flat: bool = False
+    ) -> None:
         super().__init__()
         source = copy.deepcopy(model).cpu().float().eval()
         self.shape = family_of(source).input_shape(source)
@@ -61,6 +65,8 @@ class Deployable(nn.Module):
         self.network = optimize(source, dtype, 1, pad=False, last_block=last_block).requires_grad_(False)
         if self.network.stem is None and not self.network.whole:  # it takes images of any size; a file does not
             self.network.stem = self.network.family.fold_fixed_stem(self.network.model)
+        if flat and not self.network.whole:
+            self.network.blocks = nn.ModuleList(flattened(list(self.network.blocks)))
         stem = self.network.stem
         if isinstance(stem, Stem):
             self.network.stem = PaddedStem(stem, self.shape[0])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hiap.export.flat_blocks import flattened
 from hiap.export.formats import INPUT
 from hiap.export.network import traced
 from hiap.export.onnx_format import converted_program, open_session
@@ -42,7 +43,7 @@ def onnx_chains(blocks: Sequence[nn.Module], x: Tensor, copies: int) -> Iterator
     array = x.float().numpy()
     for group in grouped(blocks):
         names = [f"part_{i}" for i in range(len(group))]
-        program = traced(SideBySide(group).eval(), x.shape[1:], len(x))
+        program = traced(SideBySide([one for block in group for one in flattened([block])]).eval(), x.shape[1:], len(x))
         extractor = onnx.utils.Extractor(converted_program(program, names).model_proto)
         for name in names:
             chain = _repeated(extractor.extract_model([INPUT], [name]), copies)

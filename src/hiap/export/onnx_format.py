@@ -20,6 +20,7 @@ LARGEST = 1 << 30  # bytes of weights inside a file; a message of protobuf has a
 class _Onnx(ExportFormat):
     name, runtime, suffix = "onnx", "onnxruntime", ".onnx"
     packages, extra = ("onnx", "onnxscript", "onnxruntime"), "onnx"
+    flat = True
 
     def files(self, target: Path) -> list[Path]:
         return [target, Path(f"{target}.data")]  # the second for large models only

@@ -77,7 +77,7 @@ def bench_runtimes(
         for name, model in networks.items():
             for kind in runtimes:
                 say(f"{precision}, {kind.name}: exporting the {name} network first")
-                network = Deployable(model, DTYPES[precision] if kind.casts else torch.float32)
+                network = Deployable(model, DTYPES[precision] if kind.casts else torch.float32, flat=kind.flat)
                 opened[name, kind.name] = open_in(kind, network, network.shape, precision)
         for batch in batches if opened else ():
             say(f"{precision}, batch {batch}, {', '.join(kind.name for kind in runtimes)}")

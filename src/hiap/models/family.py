@@ -211,6 +211,10 @@ class Family(ABC):
         """Of a model that merges tokens: how many a block merges away, and how many of the first are left alone."""
         return None
 
+    def ends(self, model: nn.Module) -> list[nn.Module]:
+        """For hooks: a module for each block whose output is what the block sends on, (B, N, D). Here: the blocks."""
+        return [site.module for site in self.sites(model)]
+
     def without_decay(self, model: nn.Module) -> set[str]:
         """Names of parameters that are spared weight decay, beside biases and norms."""
         return set()

@@ -98,11 +98,14 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, rope: Rope | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the heads."""
-        B, N, _ = x.shape
-        q, k, v = self.qkv(x).split(self.split, dim=-1)
-        q = self.q_norm(q.view(B, N, self.num_heads, self.qk_dim)).transpose(1, 2)  # (B, H, N, Dqk)
-        k = self.k_norm(k.view(B, N, self.num_heads, self.qk_dim)).transpose(1, 2)  # (B, H, N, Dqk)
-        v = v.view(B, N, self.num_heads, self.value_dim).transpose(1, 2)  # (B, H, N, Dv)
+        return self.by_head(self.qkv(x), x.shape[1], rope)
+
+    def by_head(self, rows: Tensor, tokens: int, rope: Rope | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the heads from what `qkv` gives, (B, N, ...) or (B * N, ...); N is `tokens`."""
+        q, k, v = rows.split(self.split, dim=-1)  # type: ignore[no-untyped-call]
+        q = self.q_norm(q.view(-1, tokens, self.num_heads, self.qk_dim)).transpose(1, 2)  # (B, H, N, Dqk)
+        k = self.k_norm(k.view(-1, tokens, self.num_heads, self.qk_dim)).transpose(1, 2)  # (B, H, N, Dqk)
+        v = v.view(-1, tokens, self.num_heads, self.value_dim).transpose(1, 2)  # (B, H, N, Dv)
         if self.rotary is not None:
             q, k = self.rotary(q, k, rope)
         return q, k, v
@@ -111,6 +114,11 @@ class Attention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         """What the branch makes of queries, keys and values. (B, N, D)"""
+        x: Tensor = self.proj_drop(self.proj(self.mix(q, k, v, attn_mask, is_causal)))
+        return x
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """The values of all heads, mixed by the attention of each. (B, N, H * Dv)"""
         if self.position is not None:
             bias = self.position().to(q.dtype)
             attn_mask = bias if attn_mask is None else bias + attn_mask
@@ -124,7 +132,6 @@ class Attention(nn.Module):
             scale=self.head_dim**-0.5,
         )
         x = x.transpose(1, 2).reshape(q.shape[0], q.shape[2], self.split[2])
-        x = self.proj_drop(self.proj(x))
         return x
 
     def extra_repr(self) -> str:

@@ -11,7 +11,7 @@ The idea is that of ToMe (Bolya et al., "Token Merging: Your ViT But Faster", 20
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,14 +21,15 @@ from torch import Tensor, nn
 from hiap.nn.compact import Attention, Block
 
 __all__ = [
+    "BlockTokens",
     "Matching",
     "MergingBlocks",
     "match_tokens",
-    "matching_macs",
     "merge_pairs",
     "merged_count",
     "run_merging",
     "token_bias",
+    "tokens_by_block",
 ]
 
 
@@ -37,10 +38,22 @@ def merged_count(tokens: int, prefix: int, most: int) -> int:
     return max(min(most, (tokens - prefix) // 2), 0)
 
 
-def matching_macs(tokens: int, prefix: int, qk_dim: int) -> int:
-    """MACs of comparing the keys of all pairs in a block that merges."""
-    patches = tokens - prefix
-    return (patches + 1) // 2 * (patches // 2) * qk_dim
+class BlockTokens(NamedTuple):
+    """How many tokens a block works on."""
+
+    attention: int
+    ffn: int
+    compared: int = 0  # pairs of an even and an odd token
+
+
+def tokens_by_block(tokens: int, prefix: int, most: int, attends: Iterable[bool]) -> list[BlockTokens]:
+    """The tokens of each block of a network that merges; `attends` tells which of them have attention."""
+    found = []
+    for attention in attends:
+        gone, patches = merged_count(tokens, prefix, most) if attention else 0, tokens - prefix
+        found.append(BlockTokens(tokens, tokens - gone, (patches + 1) // 2 * (patches // 2) if gone else 0))
+        tokens -= gone
+    return found
 
 
 class Matching(NamedTuple):
@@ -87,7 +100,14 @@ def _wide(index: Tensor, dim: int) -> Tensor:
     return index.unsqueeze(-1).expand(-1, -1, dim)
 
 
-def run_merging(blocks: Iterable[nn.Module], x: Tensor, most: int, prefix: int, restore: bool) -> Tensor:
+def run_merging(
+    blocks: Iterable[nn.Module],
+    x: Tensor,
+    most: int,
+    prefix: int,
+    restore: bool,
+    ends: Sequence[nn.Module] = (),
+) -> Tensor:
     """Tokens (B, N, D) through blocks that merge. Blocks without attention have no keys, and merge nothing.
 
     Args:
@@ -96,10 +116,12 @@ def run_merging(blocks: Iterable[nn.Module], x: Tensor, most: int, prefix: int, 
         prefix: how many of the first tokens are never merged.
         restore: put each merged token back in the places of all its patches, for heads that read all tokens. A mean
             over them is then weighted by size.
+        ends: one for each block. Those with hooks are called with what the block sends on, all tokens put back.
     """
+    restore = restore or any(end._forward_hooks for end in ends)
     sizes: Tensor | None = None  # patches that each token stands for, (B, N); None while all are 1
     places: Tensor | None = None  # of the token that each patch is in, among those after the prefix
-    for block in blocks:
+    for i, block in enumerate(blocks):
         if not isinstance(block, Block):
             x = block(x, token_bias(sizes, x.dtype))
             continue
@@ -122,9 +144,16 @@ def run_merging(blocks: Iterable[nn.Module], x: Tensor, most: int, prefix: int, 
             x, sizes = torch.cat([x[:, :prefix], merged], dim=1), torch.cat([sizes[:, :prefix], left], dim=1)
         if block.mlp is not None:
             x = x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
-    if places is not None:
-        x = torch.cat([x[:, :prefix], x[:, prefix:].gather(1, _wide(places, x.shape[-1]))], dim=1)
-    return x
+        if ends and ends[i]._forward_hooks:
+            ends[i](_put_back(x, places, prefix))
+    return _put_back(x, places, prefix)
+
+
+def _put_back(x: Tensor, places: Tensor | None, prefix: int) -> Tensor:
+    """Each merged token in the places of all its patches; as it is where nothing is known of places."""
+    if places is None:
+        return x
+    return torch.cat([x[:, :prefix], x[:, prefix:].gather(1, _wide(places, x.shape[-1]))], dim=1)
 
 
 def token_bias(sizes: Tensor | None, dtype: torch.dtype) -> Tensor | None:

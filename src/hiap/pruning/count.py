@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +16,20 @@ from hiap.models.family import ImageSize
 from hiap.models.registry import family_of, sites, widths_of
 from hiap.nn.compact import Widths
 from hiap.nn.rotary import by_dim
-from hiap.nn.token_merging import matching_macs, merged_count
+from hiap.nn.token_merging import BlockTokens, tokens_by_block
 from hiap.pruning.attach import gates_by_block, is_gated
 from hiap.pruning.topology import Topology, harden
 
-__all__ = ["Counts", "block_macs", "expected_counts", "geometry", "hard_counts", "macs", "macs_of_widths"]
+__all__ = [
+    "Counts",
+    "block_macs",
+    "block_tokens",
+    "expected_counts",
+    "geometry",
+    "hard_counts",
+    "macs",
+    "macs_of_widths",
+]
 
 
 def macs(model: nn.Module, img_size: ImageSize = None, round_to: int = 1) -> int:
@@ -39,37 +48,58 @@ def macs(model: nn.Module, img_size: ImageSize = None, round_to: int = 1) -> int
     return macs_of_widths(model, widths, img_size)
 
 
-def macs_of_widths(model: nn.Module, widths: Sequence[Widths], img_size: ImageSize = None) -> int:
-    """Exact MACs of one image, were the blocks of the model of these widths."""
+def macs_of_widths(
+    model: nn.Module, widths: Sequence[Widths], img_size: ImageSize = None, merge_tokens: int = 0
+) -> int:
+    """Exact MACs of one image, were the blocks of the model of these widths.
+
+    Args:
+        merge_tokens: how many tokens each block would merge away, of a model that does not merge by itself.
+    """
     family = family_of(model)
-    n, total = family.tokens(model, img_size), family.fixed_macs(model, img_size)
-    most, prefix = family.merging(model) or (0, 0)
-    for site, one in zip(family.sites(model), widths, strict=True):
-        total += block_macs(n, site.dim, replace(one, neurons=None))
-        if one.heads and (merged := merged_count(n, prefix, most)):
-            total += matching_macs(n, prefix, one.qk_dim)
-            n -= merged
-        total += block_macs(n, site.dim, replace(one, heads=None), site.glu)
-    return total
+    tokens = block_tokens(model, widths, img_size, merge_tokens)
+    blocks = zip(family.sites(model), widths, tokens, strict=True)
+    return family.fixed_macs(model, img_size) + sum(block_macs(n, site.dim, w, site.glu) for site, w, n in blocks)
 
 
-def block_macs(n: int, dim: int, widths: Widths, glu: bool = False) -> int:
-    """Exact MACs of a block of these widths on n tokens; gated neurons (`glu`) have three matrices, others two."""
-    per_dim = 2 * n * dim + n * n  # two projections (q and k, or v and out) and one product with the N x N map
+def block_tokens(
+    model: nn.Module, widths: Sequence[Widths], img_size: ImageSize = None, merge_tokens: int = 0
+) -> list[BlockTokens]:
+    """The tokens of each block, were the blocks of the model of these widths."""
+    family = family_of(model)
+    most, prefix = family.merging(model) or (merge_tokens, family.prefix_tokens(model))
+    return tokens_by_block(family.tokens(model, img_size), prefix, most, [bool(one.heads) for one in widths])
+
+
+def block_macs(n: int | BlockTokens, dim: int, widths: Widths, glu: bool = False) -> int:
+    """Exact MACs of a block of these widths on n tokens; gated neurons (`glu`) have three matrices, others two.
+
+    Where tokens merge, attention and FFN have their own numbers, and the keys of pairs are compared.
+    """
+    n = BlockTokens(n, n) if isinstance(n, int) else n
+    per_dim = 2 * n.attention * dim + n.attention**2  # two projections (q and k, or v and out) and one N x N map
     attention = (widths.heads or 0) * (widths.qk_dim + widths.value_dim) * per_dim
-    return attention + (widths.neurons or 0) * (2 + glu) * n * dim
+    matching = n.compared * widths.qk_dim if widths.heads else 0
+    return attention + matching + (widths.neurons or 0) * (2 + glu) * n.ffn * dim
 
 
-def geometry(model: nn.Module) -> dict[str, Any]:
-    """What the MACs of a network depend on besides its widths, as JSON values: see `block_macs`."""
+def geometry(model: nn.Module, merge_tokens: int = 0) -> dict[str, Any]:
+    """What the MACs of a network depend on besides its widths, as JSON values: see `block_macs`.
+
+    Args:
+        merge_tokens: how many tokens each block will merge away, of a model that does not merge by itself.
+    """
     family = family_of(model)
     found = family.sites(model)
-    return {
+    size = {
         "tokens": family.tokens(model),
         "fixed_macs": family.fixed_macs(model),
         "dims": [site.dim for site in found],
         "glu": [bool(site.glu) for site in found],
     }
+    if merge_tokens or family.merging(model):
+        size["merged"] = [list(n) for n in block_tokens(model, [site.widths for site in found], None, merge_tokens)]
+    return size
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from hiap.pruning.count import macs, macs_of_widths
 from hiap.pruning.digest import digest_tensors
 from hiap.pruning.extract import note_provenance, probe, provenance_of, shrink
 from hiap.pruning.hub import local_folder
+from hiap.pruning.merging import Merged, check_mergeable, unmerged
 from hiap.pruning.rebuilding import MALFORMED, narrow, read_provenance, usage_key, with_fresh_tables
 
 __all__ = ["check_savable", "check_target", "is_compact", "load", "save"]
@@ -55,6 +56,9 @@ Folder = str | os.PathLike[str]
 def save(compact: nn.Module, folder: Folder, class_names: Sequence[str] | None = None) -> None:
     """Write a compact model to a folder, replacing a compact model that is there.
 
+    The weights of one that merges tokens (`merge_tokens`) are those of the model inside it, and `config.json` says how
+    many tokens each block merges. `load` merges again; timm and Transformers read the same folder, and do not merge.
+
     Args:
         class_names: in the order of the logits; by default those the model was loaded with or timm knows, if they are
             as many as the classes. After a new classifier of as many other classes, pass the new names.
@@ -69,10 +73,8 @@ def save(compact: nn.Module, folder: Folder, class_names: Sequence[str] | None =
         mend = "make one with hiap.extract"
         if is_pruned(getattr(compact, "config", None)):  # texts and images, with a pruned tower
             mend = "save this one with model.save_pretrained, or its tower (model.vision_model) with hiap.save"
-        elif hasattr(type(compact), "own_family"):
-            mend = "save the model that this one was made from, and call hiap.merge_tokens on what you load"
         raise CheckpointError(f"only a compact model can be saved; {mend}")
-    config = _describe(compact, class_names)
+    config, compact = _describe(compact, class_names), unmerged(compact)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in compact.state_dict().items()}
     _check_rebuild(compact, config, state)
     try:
@@ -169,13 +171,15 @@ def load(folder: Folder, device: torch.device | str = "cpu") -> nn.Module:
         model.load_state_dict(state, strict=True, assign=True)
         _cast_buffers(model)
         note_provenance(model, read_provenance(config))
+        if merging := config.get("merge_tokens"):
+            check_mergeable(model)
     except MALFORMED as error:
         raise CheckpointError(f"{path}: {CONFIG} does not describe the weights in {WEIGHTS}: {error}") from error
     if config.get("class_names"):
         model.class_names = list(config["class_names"])  # type: ignore[assignment]
     if config.get(usage_key(config)):
         family_of(model).set_usage(model, config[usage_key(config)])
-    return model.to(device).eval()
+    return (Merged(model, merging) if merging else model).to(device).eval()
 
 
 def _cast_buffers(model: nn.Module) -> None:
@@ -201,7 +205,8 @@ def _as_json(what: str, value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe(model: nn.Module, class_names: Sequence[str] | None) -> dict[str, Any]:
-    family, provenance = family_of(model), provenance_of(model)
+    whole, model = model, unmerged(model)
+    family, provenance, merging = family_of(model), provenance_of(model), family_of(whole).merging(whole)
     assert provenance is not None
     usage, classes = _usage(family, model), family.classes(model)
     if class_names is not None and len(class_names) != classes:
@@ -220,7 +225,8 @@ def _describe(model: nn.Module, class_names: Sequence[str] | None) -> dict[str, 
         "versions": {"hiap": version("hiap"), "torch": str(torch.__version__), **family.versions()},
         "num_classes": classes,
         **family.saved_fields(model),
-        "macs": macs(model),
+        "macs": macs(whole),
+        **({"merge_tokens": merging[0]} if merging and merging[0] else {}),
         "dense_macs": macs_of_widths(model, provenance.dense),
         "params": sum(p.numel() for p in model.parameters()),
         "round_to": provenance.round_to,
@@ -350,7 +356,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _check_values(file: Path, config: dict[str, Any]) -> None:
-    for name, least in (("round_to", 1), ("num_classes", 0)):
+    for name, least in (("round_to", 1), ("num_classes", 0), *([("merge_tokens", 1)] * ("merge_tokens" in config))):
         if type(config.get(name)) is not int or config[name] < least:
             raise CheckpointError(f"{file}: {name} must be a count; found {str(config.get(name))[:40]!r}")
     for name in ("logit_difference", "tolerance"):

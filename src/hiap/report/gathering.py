@@ -14,6 +14,7 @@ import yaml
 
 from hiap.errors import InputError, TopologyError
 from hiap.nn.compact import Widths
+from hiap.nn.token_merging import BlockTokens
 from hiap.pruning.count import block_macs, geometry
 from hiap.pruning.topology import Topology
 from hiap.training.run_folder import CONFIG, GATES_FILE, METRICS_FILE, MISTAKES, checkpoints, starts
@@ -262,8 +263,8 @@ def _seen(
 def _view(i: int, dense: Widths, now: Widths, heads: Sequence[int], size: dict[str, Any] | None) -> BlockView:
     if size is None:
         return BlockView(dense, now, tuple(heads))
-    of = (size["tokens"], size["dims"][i])
-    counted = [block_macs(*of, widths, size["glu"][i]) for widths in (dense, now)]
+    tokens = size["tokens"], BlockTokens(*size["merged"][i]) if "merged" in size else size["tokens"]
+    counted = [block_macs(n, size["dims"][i], w, size["glu"][i]) for n, w in zip(tokens, (dense, now), strict=True)]
     return BlockView(dense, now, tuple(heads), *counted)
 
 

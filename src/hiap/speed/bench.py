@@ -23,6 +23,7 @@ from hiap.errors import InputError
 from hiap.models.registry import family_of, widths_of
 from hiap.pruning.count import macs
 from hiap.pruning.extract import provenance_of, shrink
+from hiap.pruning.merging import unmerged
 from hiap.pruning.topology import Topology
 from hiap.speed.clock import DTYPES, Call, device_name, graphed, materialise, precision, timings
 from hiap.speed.eight_bits import EightBits, check_eight_bits
@@ -229,6 +230,7 @@ def dense_like(model: nn.Module) -> nn.Module:
     provenance = provenance_of(model)
     if provenance is None:
         raise InputError("the model is not a compact one, so there is no dense model to set it against")
+    model = unmerged(model)
     family, dense = family_of(model), provenance.dense
     result = family.build_dense(family.describe(model, provenance.recipe), dense)
     whole = tuple(widths_of(result)) == dense

@@ -59,6 +59,7 @@ class Config(Options):
             elif not self.timed:
                 wrong.append("deploy needs a target in time, such as 1.8ms or 2.0x")
         wrong += self._wrong_lengths()
+        wrong += self._wrong_merging() if self.merge_tokens > 0 else []
         if (self.target is None) == (self.lambda_macro is None and self.lambda_micro is None):
             wrong.append("give either target, or lambda_macro and lambda_micro")
         if "qk_dim" in (self.granularities or ()) and (self.lambda_macro or (self.target and len(set(self.ratio)) > 1)):
@@ -82,6 +83,26 @@ class Config(Options):
         if self.stop_after is not None:
             wrong.append("stop_after does not go with several targets")
         return wrong
+
+    def _wrong_merging(self) -> list[str]:
+        """What does not go with merging tokens."""
+        alone = "merge_tokens needs"
+        needs = [
+            ("a target, such as 42%", self.target is not None),
+            ("a target in MACs or parameters: tables of latencies are measured without merging", not self.measured),
+            (
+                "the objective labels: with features, every token is compared with that of the dense model",
+                self.labelled,
+            ),
+            ("min_heads of at least 1: a block without attention merges nothing", self.min_heads >= 1),
+            (
+                "granularities without attention: a block without attention merges nothing",
+                "attention" not in (self.granularities or ()),
+            ),
+            ("shrink: it is the extracted network that is trained with merging", self.shrink),
+            ("a freeze_at below 1: the network is trained with merging after the freeze", (self.freeze_at or 0.0) < 1),
+        ]
+        return [f"{alone} {need}" for need, met in needs if not met]
 
     def _misses(self) -> list[tuple[str, str]]:
         """Options with what they must be and are not: what every number must be first, then rules of their own."""
@@ -148,7 +169,7 @@ class Config(Options):
                 (name, "at least 0", (getattr(self, name) or 0) >= 0)
                 for name in (
                     *("dense_epochs", "workers", "seed", "min_heads", "min_lr", "warmup_epochs", "weight_decay"),
-                    *("mixup", "cutmix", "clip_grad", "batch_size"),
+                    *("mixup", "cutmix", "clip_grad", "batch_size", "merge_tokens"),
                 )
             ),
             (
@@ -243,6 +264,11 @@ class Config(Options):
         except BudgetError:
             return False
 
+    @property
+    def measured(self) -> bool:
+        """Whether the cost is read from a table of latencies."""
+        return self.cost is not None or self.timed
+
     def gate_kinds(self, qk_norm: bool) -> tuple[str, ...]:
         """What has gates: by default the paper's four, and more with a target.
 
@@ -252,7 +278,7 @@ class Config(Options):
         if self.granularities is not None:
             return tuple(dict.fromkeys(present_name(one) for one in self.granularities))
         joined = self.target is not None and len(set(self.ratio)) == 1 and not qk_norm
-        return (*PAPER, *(["qk_dim"] if joined else []), *(["attention"] if self.cost or self.timed else []))
+        return (*PAPER, *(["qk_dim"] if joined else []), *(["attention"] if self.measured else []))
 
     def to_yaml(self) -> str:
         text: str = yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)

@@ -19,6 +19,7 @@ from hiap.data.images import mix_seed
 from hiap.data.sources import Data
 from hiap.nn.compact import Widths
 from hiap.pruning.count import macs_of_widths
+from hiap.pruning.merging import Merged
 from hiap.training.config import Config
 from hiap.training.descent import Descent
 from hiap.training.evaluate import evaluate
@@ -106,6 +107,11 @@ class Context:
         """What the search begins with, on the device: the dense model itself, or a copy of a smaller network."""
         return dense if self.parts.start is None else copy.deepcopy(self.parts.start).to(self.device)
 
+    def merging(self, network: nn.Module) -> nn.Module:
+        """A compact network as it is trained after the search: as it is, or merging tokens, on the same parameters."""
+        most = self.config.merge_tokens
+        return Merged(network, most).train(network.training) if most else network
+
     def mean(self, tensor: Tensor) -> Tensor:
         """The mean over processes."""
         mean: Tensor = self.accelerator.reduce(tensor, "mean")
@@ -145,7 +151,7 @@ class Context:
         """What a network of these widths has and costs."""
         dense = self.parts.model
         facts = {
-            "hard_macs": macs_of_widths(dense, widths) / self.parts.dense_macs,
+            "hard_macs": macs_of_widths(dense, widths, None, self.config.merge_tokens) / self.parts.dense_macs,
             "open_heads": sum(one.heads or 0 for one in widths),
             "open_ffns": sum(one.neurons is not None for one in widths),
         }

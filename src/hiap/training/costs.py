@@ -37,7 +37,9 @@ def make_cost(model: nn.Module, config: Config, table: LatencyTable | None = Non
     if table is not None:
         return LatencyCost(model, table)
     if config.cost is None:
-        return ParamCost(model) if target.unit.endswith("params") else MacCost(model)
+        if target.unit.endswith("params"):
+            return ParamCost(model)
+        return MacCost(model, merge_tokens=config.merge_tokens)
     cost = LatencyCost.load(config.cost, model)
     if target.unit in UNITS and target.unit != cost.table.unit:
         raise ConfigError(f"the target is in {target.unit}, the table {config.cost} in {cost.table.unit}")

@@ -50,7 +50,7 @@ def inputs_record(context: Context) -> dict[str, Any]:
         "lr": parts.lr,
         "objective": context.config.objective,
         "dense_widths": [asdict(site.widths) for site in parts.sites],
-        "geometry": geometry(parts.model),
+        "geometry": geometry(parts.model, context.config.merge_tokens),
         "steps_per_epoch": parts.per_epoch,
         "dense_epochs": parts.dense_epochs,
         "dense_digest": digest_tensors(parts.model.state_dict()),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hiap.budget.cost import Cost
 from hiap.errors import UnsupportedModelError
 from hiap.models.family import logits_of
-from hiap.models.registry import sites
+from hiap.models.registry import family_of, sites
 from hiap.pruning.attach import gates_by_block
 from hiap.pruning.count import expected_counts
 from hiap.speed.inference import Optimized, optimize
@@ -152,7 +152,8 @@ class Objective:
     def _watched(self, model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
         """The blocks whose outputs are compared, of the network and of its teacher."""
         assert self.teacher is not None
-        own, goals = [site.module for site in sites(self.unwrap(model))], self.teacher.blocks
+        network = self.unwrap(model)
+        own, goals = family_of(network).ends(network), self.teacher.blocks
         chosen = watched_blocks(len(own))
         return [own[i] for i in chosen], [goals[i] for i in chosen]
 

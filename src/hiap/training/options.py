@@ -118,6 +118,11 @@ class Options:
     min_value_dims: float = _option(0.125, "share of its value dims every open head keeps")
     min_neurons: float = _option(0.02, "share of its neurons every open FFN keeps")
     round_to: int = _option(8, "multiple that widths are rounded to")
+    merge_tokens: int = _option(
+        0,
+        "tokens that each block of the result merges away, and of the small network while it is trained; a target in "
+        "MACs counts them; 0 is off",
+    )
     align_heads: bool | None = _option(
         None,
         "before the search, an invertible change of basis concentrates each head in few dims; outputs are unchanged; "

@@ -22,6 +22,7 @@ from hiap.pruning.align import align_heads
 from hiap.pruning.attach import attach, gates, is_gated, parameter_groups, set_gates
 from hiap.pruning.count import expected_counts
 from hiap.pruning.extract import Provenance, extract, note_provenance, origin_of, provenance_of, rebuild, slices
+from hiap.pruning.merging import unmerged
 from hiap.pruning.topology import Topology, harden, set_topology
 from hiap.training.context import Context
 from hiap.training.features import FeatureObjective
@@ -215,7 +216,8 @@ class Search(Phase):
     def measured(self) -> dict[str, Any]:
         """How decided the gates are, and what they expect to cost against what they cost."""
         p = torch.cat([gate.probability().detach().flatten() for gate in gates(self.network)])
-        expected = MacCost(self.network).total(expected_counts(self.network)).item()
+        counted = MacCost(self.network, merge_tokens=self.context.config.merge_tokens)
+        expected = counted.total(expected_counts(self.network)).item()
         return {
             "undecided": ((p > 0.05) & (p < 0.95)).float().mean().item(),
             "expected_macs": expected / self.context.parts.dense_macs,
@@ -242,7 +244,7 @@ class Search(Phase):
         shrunk = config.shrink and self.step < context.stop
         context.record |= measured | found | {f"hard_{key}": self.scores()[key], "shrunk": shrunk}
         small = extract(network, topology, config.round_to) if shrunk else fixed(context, network)
-        phase = Recover(context, small, self.teacher, self.step, topology)
+        phase = Recover(context, context.merging(small) if shrunk else small, self.teacher, self.step, topology)
         cuts = {}
         if shrunk:
             cuts = slices(sites(network), topology, topology.widths(config.round_to))
@@ -250,7 +252,7 @@ class Search(Phase):
         if self.ema is not None and phase.ema is not None:
             average = self.ema.module
             average = extract(average, topology, config.round_to) if shrunk else average
-            phase.ema.module.load_state_dict(average.state_dict())
+            unmerged(phase.ema.module).load_state_dict(average.state_dict())
         return phase
 
     def state_dict(self) -> tuple[Tensors, Values]:
@@ -312,7 +314,7 @@ class Recover(Phase):
         if self.best:
             model.load_state_dict(self.best)
         if is_gated(model):
-            model = extract(model, self.topology, self.context.config.round_to)
+            model = self.context.merging(extract(model, self.topology, self.context.config.round_to))
         return model.eval()
 
     def state_dict(self) -> tuple[Tensors, Values]:
@@ -354,6 +356,7 @@ def _recover(context: Context, topology: Topology, verified: Sequence[float] | N
         network = rebuild(source, topology, topology.widths(config.round_to))
         difference, tolerance = verified
         note_provenance(network, Provenance(topology, origin, config.round_to, difference, tolerance, recipe))
+        network = context.merging(network)
     return Recover(context, network, teacher, topology=topology)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hiap.models.family import logits_of
 from hiap.pruning.attach import attach
 from hiap.pruning.extract import extract
+from hiap.pruning.merging import Merged
 from hiap.speed.clock import device_name
 from hiap.training.config import Config
 from hiap.training.descent import Descent
@@ -74,6 +75,7 @@ def estimate(parts: Setup, device: torch.device) -> tuple[float, nn.Module]:
     gated = attach(start, parts.kinds, config.keep_blocks)
     controller = parts.control(gated) if config.target else None
     small = extract(gated, controller.decide(), config.round_to) if controller else gated
+    small = Merged(small, config.merge_tokens) if config.merge_tokens else small
     teacher = make_teacher(config, dense, parts.mean_std, parts.other_teacher)
 
     def step(network: nn.Module, teacher: Teacher | None) -> float:

@@ -22,14 +22,17 @@ from hiap.models.registry import family_of, sites, widths_of
 from hiap.models.timm import preprocessing_of
 from hiap.models.weights import teacher_model
 from hiap.pruning.attach import attach, check_finite, gates
-from hiap.pruning.count import macs
+from hiap.pruning.count import macs, macs_of_widths
+from hiap.pruning.merging import unmerged
 from hiap.pruning.saving import check_savable
+from hiap.training.batches import ENOUGH, check_parts, default_batch, steps_per_epoch
 from hiap.training.config import Config, ConfigError
 from hiap.training.costs import make_controller, make_cost, measure_here
 from hiap.training.dense_models import dense_model, model_arguments
 from hiap.training.descent import Descent
+from hiap.training.merging_rules import cost_without_merging, plain_model
 from hiap.training.objective import Teacher
-from hiap.training.schedule import BATCH, dense_rate, make_schedule, pruning_rate
+from hiap.training.schedule import dense_rate, make_schedule, pruning_rate
 
 __all__ = [
     "Setup",
@@ -47,8 +50,6 @@ __all__ = [
     "steps_per_epoch",
 ]
 
-ENOUGH = 200  # steps that gates and weights need to learn anything
-LEAST = 16  # images of a batch, by default
 Normalisation = tuple[tuple[float, ...], tuple[float, ...]]  # mean and std, a value a channel
 
 
@@ -167,42 +168,6 @@ def load_data(config: Config, model: nn.Module, device: torch.device) -> Data:
     )
 
 
-def steps_per_epoch(config: Config, data: Data) -> int:
-    """Whole batches of the training images.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    steps = data.train_size // config.batch_size
-    if steps == 0:
-        raise ConfigError(f"batch_size {config.batch_size} is more than the {data.train_size} training images")
-    return steps
-
-
-def default_batch(config: Config, data: Data) -> int:
-    """The batch size where none is given: a loader's own, else 256, or less so that a short run has enough steps."""
-    if isinstance(data, LoaderData) and data.batch:
-        return data.batch
-    batch = BATCH
-    while batch > LEAST and config.epochs * (data.train_size // batch) < ENOUGH:
-        batch //= 2
-    return batch
-
-
-def check_parts(config: Config, processes: int = 1) -> None:
-    """Refuse batches that processes cannot take apart as the configuration wants it."""
-    size = config.batch_size
-    shares = [(rank + 1) * size // processes - rank * size // processes for rank in range(processes)]
-    if min(shares) < config.accumulate:
-        raise ConfigError(f"accumulate {config.accumulate} is more than the {min(shares)} images of a process")
-    odd = [share for share in shares if share % 2]
-    if odd and (config.mixup or config.cutmix):
-        raise ConfigError(
-            f"mixup and cutmix pair images, and a process has {odd[0]}: choose a batch_size that gives each an even "
-            "number"
-        )
-
-
 def _epochs(count: int) -> str:
     return f"{count} epoch{'s' if count > 1 else ''}"
 
@@ -273,7 +238,7 @@ class Setup:
                 )
             check_source(config.data, config.val_split, config.labelled)
         dense = dense_model(config) if model is None else copy.deepcopy(model).cpu()
-        self.model = dense
+        self.model = dense = plain_model(dense, config)
         self.name = config.model if model is None else type(model).__name__
         self.trained = config.trained or model is not None
         self.sites = sites(self.model)
@@ -289,7 +254,8 @@ class Setup:
             self.new_classifier = fitted and self.trained
         if descent is not None:
             descent.check_dense(dense)
-        self.start = copy.deepcopy(descent.network) if descent is not None else None
+        before = None if descent is None else descent.network
+        self.start = None if before is None else copy.deepcopy(unmerged(before))
         for network in [dense, *([] if self.start is None else [self.start])]:
             for parameter in family_of(network).unread(network):  # processes would wait for their gradients
                 parameter.requires_grad_(False)
@@ -316,6 +282,8 @@ class Setup:
 
         self.cost = cost_of(gated)
         self.dense_cost = self.cost.of_widths(gated, widths_of(gated))
+        if config.merge_tokens:
+            self.dense_cost = cost_without_merging(self.cost, config, self.dense_cost, self.dense_macs)
         self.controller = self.control(gated) if config.target else None
         for later in descent.later if descent is not None else ():
             make_controller(gated, replace(config, target=later), self.cost, self.schedule.total, self.dense_cost)
@@ -379,9 +347,11 @@ class Setup:
             f"data     {data.train_size} training and {data.val_size} validation images, {classes}",
         ]
         if self.start is not None:  # the run before has said that
-            share = macs(self.start) / self.dense_macs
-            lines = [f"start    {in_words(macs(self.start))} MACs, {share:.1%} of the dense model"]
+            count = macs_of_widths(self.start, widths_of(self.start), merge_tokens=config.merge_tokens)
+            lines = [f"start    {in_words(count)} MACs, {count / self.dense_macs:.1%} of the dense model"]
         lines.append(f"gates    {self.gates} ({', '.join(self.kinds)})")
+        if config.merge_tokens:
+            lines.append(f"merging  {config.merge_tokens} tokens in each block, once the search is over")
         if self.dense_epochs:
             what = "fine-tuned" if self.trained else "trained"
             why = ", with a new classifier" if self.new_classifier else ""
@@ -394,7 +364,7 @@ class Setup:
             goal = self.controller.target
             low, most = self.controller.low, self.controller.dense_cost / whole
             least = f", from {say(low)} on" if isinstance(self.cost, LatencyCost) else ""
-            upper = "100%" if self.start is None else f"{most:.1%}"
+            upper = "100%" if most == 1 else f"{most:.1%}"
             lines.append(f"reach    {low / whole:.1%} to {upper} of the dense cost, {say(whole)}{least}")
             lines.append(f"target   {config.target} = {goal / whole:.1%} ({say(goal)})")
         return lines

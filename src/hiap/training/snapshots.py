@@ -36,7 +36,7 @@ Masks = dict[str, "np.ndarray[Any, np.dtype[np.bool_]]"]
 
 def whole_cost(context: Context) -> float:
     """Cost of the dense model, in the unit of the run."""
-    return context.parts.cost.of_widths(context.parts.model, [site.widths for site in context.parts.sites])
+    return context.parts.dense_cost
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""`merge_tokens`: a dense or compact model that merges similar tokens on their way, for inference."""
+"""`merge_tokens`: a dense or compact model that merges similar tokens on their way."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from hiap.errors import CheckpointError, ExtractionError, InputError, UnsupportedModelError
+from hiap.errors import ExtractionError, InputError, UnsupportedModelError
 from hiap.models.family import Family, ImageSize, Preprocessing, Recipe, Site, logits_of
-from hiap.models.registry import family_of
-from hiap.nn.compact import Attention
+from hiap.models.registry import family_of, widths_of
 from hiap.nn.token_merging import MergingBlocks, run_merging
 from hiap.pruning.attach import is_gated
-from hiap.pruning.extract import TOLERANCE, check_dtype, difference, probe_images, rebuild
+from hiap.pruning.extract import TOLERANCE, check_dtype, difference, probe_images, provenance_of, rebuild
 from hiap.pruning.topology import Topology
 
-__all__ = ["Merged", "MergedFamily", "merge_tokens"]
+__all__ = ["Merged", "MergedFamily", "check_mergeable", "check_merged", "merge_tokens", "unmerged"]
 
 
 class MergedFamily(Family):
@@ -103,11 +102,23 @@ class MergedFamily(Family):
         family, inside = _inside(model)
         family.set_usage(inside, usage)
 
+    def ends(self, model: nn.Module) -> list[nn.Module]:
+        return list(cast(Merged, model).ends)
+
+    def without_decay(self, model: nn.Module) -> set[str]:
+        family, inside = _inside(model)
+        return {f"model.{name}" for name in family.without_decay(inside)}
+
+    def unread(self, model: nn.Module) -> list[nn.Parameter]:
+        family, inside = _inside(model)
+        return family.unread(inside)
+
     def describe(self, model: nn.Module, origin: Recipe | None = None) -> Recipe:
-        _refuse_saving()
+        family, inside = _inside(model)
+        return family.describe(inside, origin)
 
     def build(self, recipe: Recipe) -> nn.Module:
-        _refuse_saving()
+        raise NotImplementedError("a recipe is that of the model inside, whose family builds it")
 
 
 def _inside(model: nn.Module) -> tuple[Family, nn.Module]:
@@ -115,19 +126,15 @@ def _inside(model: nn.Module) -> tuple[Family, nn.Module]:
     return own.family, own.model
 
 
-def _refuse_saving() -> NoReturn:
-    raise CheckpointError(
-        "a model that merges tokens has no saved form: save the model that this one was made from, and call "
-        "hiap.merge_tokens on what you load"
-    )
-
-
 class Merged(nn.Module):
     """A model whose blocks merge tokens. Made by `merge_tokens`.
 
     Args:
-        model: of a family that comes apart, with blocks of ours; it becomes a part of this one.
+        model: that `check_mergeable` accepts, with blocks of ours; it becomes a part of this one.
         most: how many tokens each block merges away.
+
+    Attributes:
+        ends: modules that hooks can be put on, to see what each block sends on: see `Family.ends`.
     """
 
     own_family = MergedFamily()
@@ -139,13 +146,16 @@ class Merged(nn.Module):
         self.most, self.prefix = most, self.family.prefix_tokens(model)
         self.restore = self.family.tokens_read(model) is None
         self.names = [site.name for site in self.family.sites(model)]
+        self.ends = nn.ModuleList(nn.Identity() for _ in self.names)
+        if (provenance := provenance_of(model)) is not None:
+            self.hiap = provenance
         if names := getattr(model, "class_names", None):
             self.class_names = names
 
     def forward(self, images: Tensor) -> Tensor:
         blocks = [self.model.get_submodule(name) for name in self.names]
         x = self.family.embed(self.model, images)
-        x = run_merging(blocks, x, self.most, self.prefix, self.restore)
+        x = run_merging(blocks, x, self.most, self.prefix, self.restore, tuple(self.ends))
         return self.family.head(self.model, x)
 
     def extra_repr(self) -> str:
@@ -156,9 +166,9 @@ class Merged(nn.Module):
 def merge_tokens(model: nn.Module, r: int) -> Merged:
     """A copy of a dense or compact model in which every block with attention merges `r` pairs of similar tokens.
 
-    Fewer tokens make the later layers cheaper, at some loss of accuracy; nothing is trained. The result is for
-    inference, and is counted, optimised and exported like any model (`macs`, `optimize`, `export_model`). With r = 0 it
-    computes what the model does, which is checked here.
+    Fewer tokens make the later layers cheaper, at some loss of accuracy; nothing is trained. The result is counted,
+    optimised, exported and, if the model is a compact one, saved like any model (`macs`, `optimize`, `export_model`,
+    `save`). With r = 0 it computes what the model does, which is checked here.
 
     Args:
         r: tokens that each block merges away, at most half of those it has. Class tokens and registers are not merged.
@@ -173,11 +183,34 @@ def merge_tokens(model: nn.Module, r: int) -> Merged:
     if type(r) is not int or r < 0:
         raise InputError(f"the number of tokens to merge in a block must be a whole number, 0 or more; found {r!r}")
     if isinstance(model, Merged):
-        raise InputError("the model merges tokens already: start from the model that it was made from")
-    family = family_of(model)
-    found = family.sites(model)
+        raise InputError(
+            f"the model merges tokens already, {model.most} in each block: start from the model inside it (its "
+            "attribute `model`)"
+        )
     if is_gated(model):
         raise InputError("the model has gates: extract it first")
+    check_mergeable(model)
+    source = copy.deepcopy(model).eval()
+    source = rebuild(source, Topology.from_counts(source), widths_of(source))
+    merged = Merged(source, r).eval()
+    _check_unmerged(model, merged)
+    return merged
+
+
+def unmerged(model: nn.Module) -> nn.Module:
+    """The model inside one that merges tokens; any other model is returned as it is."""
+    return model.model if isinstance(model, Merged) else model
+
+
+def check_mergeable(model: nn.Module) -> None:
+    """Refuse a model whose tokens cannot be merged.
+
+    Raises:
+        InputError: there is no attention to merge by.
+        UnsupportedModelError: its attention knows the places of tokens, or its family does not come apart.
+    """
+    family = family_of(model)
+    found = family.sites(model)
     if not family.comes_apart:
         raise UnsupportedModelError(
             f"models of the family {family.name!r} run by their own forward, so that nothing can merge tokens between "
@@ -190,12 +223,24 @@ def merge_tokens(model: nn.Module, r: int) -> Merged:
             _refuse_positions(site, "rotary")
         if getattr(site.block.attn, "position", None) is not None:
             _refuse_positions(site, "relative")
-    source = copy.deepcopy(model).eval()
-    source = rebuild(source, Topology.from_counts(source), [site.widths for site in found])
-    assert all(isinstance(site.block.attn, Attention) for site in family.sites(source) if site.widths.heads)
-    merged = Merged(source, r).eval()
-    _check_unmerged(model, merged)
-    return merged
+
+
+def check_merged(model: nn.Module, r: int) -> None:
+    """Refuse a model that cannot merge so many tokens in each block and have some left.
+
+    Raises:
+        InputError: r is too large, or there is no attention to merge by.
+        UnsupportedModelError: see `check_mergeable`.
+    """
+    check_mergeable(model)
+    family = family_of(model)
+    blocks = sum(bool(site.widths.heads) for site in family.sites(model))
+    patches = family.tokens(model) - family.prefix_tokens(model)
+    if r * blocks >= patches:
+        raise InputError(
+            f"merging {r} tokens in each of {blocks} blocks leaves none: an image has {patches} patch tokens. "
+            + (f"Merge at most {most}" if (most := (patches - 1) // blocks) else "Merge none")
+        )
 
 
 def _refuse_positions(site: Site, kind: str) -> NoReturn:

@@ -1,6 +1,6 @@
 """The paper's study of its two penalties, on ViT-Ti and Tiny-ImageNet: five ratios of macro to micro.
 
-    python research/penalty_ratios.py run --data DIR --weights FILE --out RUNS [--ratios 2:1,5:1] [--strength 2]
+    python research/penalty_ratios.py run --data DIR --weights FILE --out RUNS [--ratios 2:1,5:1] [--strength 12]
     python research/penalty_ratios.py show --out RUNS --plots DIR
 
 `run` trains in the paper's way: logits learned by gradient, penalties instead of a target, noise and the whole
@@ -167,7 +167,7 @@ def main() -> None:
     train.add_argument("--weights", required=True, help="of the dense ViT-Ti")
     train.add_argument("--ratios", default=",".join(RATIOS), help="some of " + ", ".join(RATIOS))
     train.add_argument("--epochs", type=int, default=10)
-    train.add_argument("--strength", type=float, default=2.0, help="factor of both penalties")
+    train.add_argument("--strength", type=float, default=12.0, help="factor of both penalties")
     train.add_argument("--seed", type=int, default=0)
     train.add_argument("--limit", type=int, default=50, help="images of a class in each tenth; fewer for a quick try")
     draw = commands.add_parser("show", help=show.__doc__)

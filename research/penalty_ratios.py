@@ -139,6 +139,7 @@ def evolution(runs: dict[str, RunData], path: Path) -> None:
     bar.ax.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
     bar.set_label("kept")
     figure.savefig(path, dpi=120, bbox_inches="tight")
+    plt.close(figure)
 
 
 def trade_off(runs: dict[str, RunData], path: Path) -> None:
@@ -156,6 +157,7 @@ def trade_off(runs: dict[str, RunData], path: Path) -> None:
     ax.grid(alpha=0.3)
     ax.legend(title="macro : micro", frameon=False)
     figure.savefig(path, dpi=120, bbox_inches="tight")
+    plt.close(figure)
 
 
 def main() -> None:

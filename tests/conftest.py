@@ -3,6 +3,7 @@
 import gc
 import io
 import json
+import logging
 import os
 import tarfile
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import hiap.training.loop  # noqa: F401
+
+logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # of torchao, which Transformers imports at some time
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)

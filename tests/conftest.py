@@ -118,6 +118,16 @@ def pictures(folder: Path, count: int, colour: tuple[int, int, int] = (0, 0, 0))
         Image.new("RGB", (8, 8), tuple(part + i for part in colour)).save(folder / f"{i}.png")
 
 
+def grey_photos(root: Path, train: int) -> None:
+    """Photos of three classes that differ in their grey: so many of each to train on, and four to score on."""
+    for split, pictures in (("train", train), ("val", 4)):
+        for label in range(3):
+            folder = root / split / str(label)
+            folder.mkdir(parents=True)
+            for i in range(pictures):
+                Image.fromarray(np.full((16, 16, 3), 80 * label + i, dtype=np.uint8)).save(folder / f"{i}.png")
+
+
 def write_photos(root: Path) -> str:
     """An image folder with grey, palette and transparent pictures among ordinary ones; returns the name for --data."""
     chance = np.random.default_rng(0)

@@ -17,6 +17,7 @@ import bookkeeping
 import compare
 import hiap
 import outcome
+from conftest import grey_photos
 from hiap.budget.latency import LatencyCost, LatencyTable
 from hiap.data.sources import Augmentation, ByteData
 from hiap.models.registry import sites
@@ -119,12 +120,7 @@ def test_widths_from_scratch_have_other_weights(start, tmp_path: Path) -> None:
 def test_backbones_are_compared_by_their_nearest_neighbours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for split, count in (("train", 16), ("val", 4)):
-        for label in range(3):
-            (tmp_path / "data" / split / str(label)).mkdir(parents=True)
-            for i in range(count):
-                pixels = torch.full((16, 16, 3), 80 * label + i, dtype=torch.uint8)
-                Image.fromarray(pixels.numpy()).save(tmp_path / "data" / split / str(label) / f"{i}.png")
+    grey_photos(tmp_path / "data", 16)
     torch.manual_seed(0)
     save_file(timm.create_model("test_vit", img_size=32, num_classes=0).state_dict(), tmp_path / "dense.safetensors")
     own = ["--data", tmp_path / "data", "--weights", tmp_path / "dense.safetensors", "--model", "test_vit"]
@@ -146,12 +142,7 @@ def test_backbones_are_compared_by_their_nearest_neighbours(
 
 @pytest.mark.slow
 def test_a_comparison_is_run_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for split, count in (("train", 24), ("val", 4)):
-        for label in range(3):
-            (tmp_path / "data" / split / str(label)).mkdir(parents=True)
-            for i in range(count):
-                pixels = torch.full((16, 16, 3), 80 * label + i, dtype=torch.uint8)
-                Image.fromarray(pixels.numpy()).save(tmp_path / "data" / split / str(label) / f"{i}.png")
+    grey_photos(tmp_path / "data", 24)
     model = timm.create_model("test_vit", img_size=32, num_classes=3)
     save_file(model.state_dict(), tmp_path / "dense.safetensors")
     own = ["--data", tmp_path / "data", "--weights", tmp_path / "dense.safetensors", "--model", "test_vit"]

@@ -7,23 +7,17 @@ from pathlib import Path
 
 import pytest
 import timm
-import torch
-from PIL import Image
 from safetensors.torch import save_file
 
 import compare
+from conftest import grey_photos
 
 
 @pytest.mark.slow
 def test_several_sizes_leave_a_record_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for split, count in (("train", 16), ("val", 4)):
-        for label in range(3):
-            (tmp_path / "data" / split / str(label)).mkdir(parents=True)
-            for i in range(count):
-                pixels = torch.full((16, 16, 3), 80 * label + i, dtype=torch.uint8)
-                Image.fromarray(pixels.numpy()).save(tmp_path / "data" / split / str(label) / f"{i}.png")
+    grey_photos(tmp_path / "data", 16)
     save_file(timm.create_model("test_vit", img_size=32, num_classes=3).state_dict(), tmp_path / "dense.safetensors")
     own = ["--data", tmp_path / "data", "--weights", tmp_path / "dense.safetensors", "--model", "test_vit"]
     own += ["--img-size", 32, "--records", tmp_path / "records.jsonl", "--target", "70%,50%,40%", "--epochs", 4]

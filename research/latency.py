@@ -1,16 +1,20 @@
-"""How well a latency table predicts whole networks: random topologies, predicted against measured.
+"""How well a latency table predicts whole networks: random and chosen topologies, predicted against measured.
 
     python research/latency.py [--model deit_base_patch16_224] [--dtype bf16] [--batch 256] [--mode compile]
         [--topologies 20] [--table FILE] [--json FILE]
+    python research/latency.py --start vit_tiny --records FILE [--chosen 10] ... (the same options)
 
 Measures a table first, unless one is given that was measured on this device. Heads, q/k dims, value dims and neurons
-are drawn at random for every block, in multiples of 8; one branch in ten is gone. Networks run in the table's mode.
+are drawn at random for every block, in multiples of 8; one branch in ten is gone. With `--records`, files of
+`compare.py`, the last networks that HiAP chose for this start are judged too. Networks run in the table's mode.
 """
 
 import argparse
+import copy
 import json
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import timm
@@ -20,8 +24,13 @@ import hiap
 from hiap.budget.deploy import MODES
 from hiap.budget.latency import LatencyCost, LatencyTable
 from hiap.models.registry import widths_of
-from hiap.speed.clock import device_name, precision
+from hiap.nn.compact import Widths
+from hiap.pruning.extract import shrink
+from hiap.speed.clock import device_name, materialise, precision
 from hiap.speed.measure import measure, network_cost
+from methods import TIMED
+from prune_tiny_imagenet import STARTS
+from record import read
 
 
 def random_topology(model: torch.nn.Module, chance: random.Random) -> hiap.Topology:
@@ -38,9 +47,32 @@ def random_topology(model: torch.nn.Module, chance: random.Random) -> hiap.Topol
     )
 
 
+def networks(model: torch.nn.Module, options: argparse.Namespace) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Random networks, then the last ones that HiAP chose."""
+    chance = random.Random(0)
+    for i in range(options.topologies):
+        yield f"random {i}", hiap.extract(model, random_topology(model, chance))
+    chosen = {}
+    for record in (record for file in options.records for record in read(file)):
+        if (
+            record.start == options.start
+            and record.method in ("hiap", TIMED)
+            and record.final is True
+            and record.widths
+        ):
+            target = record.target.split()[0]
+            chosen[f"{record.method} {target}, {record.epochs} epochs, seed {record.seed}"] = record.widths
+    for name, widths in list(chosen.items())[-options.chosen :]:
+        network = shrink(copy.deepcopy(model), [Widths(**one) for one in widths])
+        yield name, materialise(network, next(model.parameters()).device).eval()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="deit_base_patch16_224")
+    parser.add_argument("--start", choices=sorted(STARTS), help="a dense model of compare.py, instead of --model")
+    parser.add_argument("--records", type=Path, nargs="+", default=[], help="judge networks that searches chose, too")
+    parser.add_argument("--chosen", type=int, default=10, help="how many of those at most")
     parser.add_argument("--img-size", type=int)
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--batch", type=int, default=256)
@@ -52,6 +84,8 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
+    if options.start:
+        options.model, options.img_size, _ = STARTS[options.start]
     model = timm.create_model(options.model, **({"img_size": options.img_size} if options.img_size else {}))
     model = model.to(device).eval()
     start = time.perf_counter()
@@ -67,18 +101,21 @@ def main() -> None:
         f"{table.device}, {options.model}, {options.dtype}, batch {options.batch}, {table.mode}; took {seconds:.0f} s"
     )
     rows = [("dense", cost.outside + cost.dense, table.dense)]
-    chance = random.Random(0)
-    for i in range(options.topologies):
-        compact = hiap.extract(model, random_topology(model, chance))
+    for name, compact in networks(model, options):
         predicted = cost.of_widths(compact, widths_of(compact))
         with precision(options.dtype) as dtype:
             how = (device, dtype, options.batch, table.mode, "ms", None, table.kernels)
-            rows.append((str(i), predicted, network_cost(compact, *how)))
-    print("topology  predicted  measured   error")
+            rows.append((name, predicted, network_cost(compact, *how)))
+    print(f"{'topology':40} predicted  measured   error")
     for name, predicted, measured in rows:
-        print(f"{name:8} {predicted:10.3f} {measured:9.3f} {predicted / measured - 1:+7.1%}")
-    worst = max(abs(predicted / measured - 1) for _, predicted, measured in rows[1:])
-    print(f"largest error {worst:.1%}")
+        print(f"{name:40} {predicted:9.3f} {measured:9.3f} {predicted / measured - 1:+7.1%}")
+    worst = {}
+    for kind in ("random", "hiap"):
+        errors = [abs(predicted / measured - 1) for name, predicted, measured in rows if name.startswith(kind)]
+        if errors:
+            worst[kind] = max(errors)
+            what = "random topologies" if kind == "random" else "topologies that HiAP chose"
+            print(f"{len(errors)} {what}: largest error {worst[kind]:.1%}")
     if options.json:
         record = {"device": table.device, "torch": torch.__version__, "seconds": seconds, "rows": rows, "worst": worst}
         options.json.write_text(json.dumps(record | {"options": {k: str(v) for k, v in vars(options).items()}}) + "\n")

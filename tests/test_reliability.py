@@ -150,9 +150,16 @@ class TestReliability:
             RunFolder(tmp_path / "run", "seed: 1\n", resume=True)
 
     def test_a_loader_worker_that_outlives_its_run_does_not_hold_the_folder(self, tmp_path: Path) -> None:
+        def sleep() -> None:
+            begun.set()
+            time.sleep(60)
+
         run = RunFolder(tmp_path / "run", "", resume=False)
-        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+        forking = multiprocessing.get_context("fork")
+        begun = forking.Event()
+        worker = forking.Process(target=sleep, daemon=True)
         worker.start()
+        assert begun.wait(60)
         try:
             with pytest.raises(RunError, match="is in use by another run"):
                 RunFolder(tmp_path / "run", "", resume=False)  # the worker has not freed the lock of its parent

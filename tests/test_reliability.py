@@ -32,7 +32,7 @@ class TestReliability:
         out: Path, *options: str, check: int | None = 0, launcher: str = ""
     ) -> subprocess.CompletedProcess[str] | Ended:
         done: subprocess.CompletedProcess[str] | Ended
-        if launcher:
+        if launcher not in ("", "forks"):
             launch = {
                 "torchrun": "-m torch.distributed.run --nproc_per_node 2 --master_port 29513",
                 "accelerate": "-m accelerate.commands.launch --multi_gpu --num_processes 2 --main_process_port 29514",
@@ -42,6 +42,8 @@ class TestReliability:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=300, env=environment, start_new_session=True
             )
+        elif launcher == "forks":
+            done = run_forked("two_processes.py", "29515", "driver.py", str(out), *options)
         else:
             done = run_forked("driver.py", str(out), *options)
         assert check is None or done.returncode == check, done.stderr[-3000:]
@@ -123,7 +125,7 @@ class TestReliability:
     def test_two_processes_learn_features(self, tmp_path: Path) -> None:
         """Of the tokens alone, so that the last norm has no gradient but 0."""
         options = ["objective='features'", "distill_features=None", "dense_epochs=0", "mixup=0.0", "pooled_weight=0.0"]
-        self.run(tmp_path / "run", *options, launcher="torchrun")
+        self.run(tmp_path / "run", *options, launcher="forks")
         lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
         assert [line["stage"] for line in lines] == ["search", "search", "recover", "recover"]
         assert all(line["loss"] == pytest.approx(line["tokens"]) for line in lines) and lines[-1]["error"] > 0
@@ -134,7 +136,7 @@ class TestReliability:
         out = tmp_path / "run"
         self.run(out, "dense_epochs=0", "--kill-step=search:4:SIGTERM:1", check=1, launcher="accelerate")
         assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-000000010"]
-        self.run(out, "dense_epochs=0", "--resume", launcher="accelerate")
+        self.run(out, "dense_epochs=0", "--resume", launcher="forks")
         assert hiap.macs(hiap.load(out / "compact")) > 0
 
     def test_folders_in_use_or_of_another_run_are_refused(self, tmp_path: Path) -> None:

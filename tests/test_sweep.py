@@ -304,7 +304,7 @@ def test_an_interrupted_run_is_taken_up_where_it_was(tmp_path: Path, monkeypatch
     assert "resumed at step 3, in the " in (out / "target=60%" / OUTPUT).read_text()
     (found,) = json.loads((out / "sweep.json").read_text())["runs"]
     (model,) = found["models"]
-    assert found["state"] == "finished" and model["pareto"] == ["MACs", "batch 1", "batch 32"]
+    assert found["state"] == "finished" and model["pareto"] == ["MACs", "batch 1", "batch 8"]
     assert 0.9 < model["macs"] / (0.6 * model["dense_macs"]) <= 1
 
 
@@ -360,7 +360,7 @@ def test_the_page_links_to_the_reports_and_loads_nothing(compared: Path) -> None
     assert re.findall(r'aria-label="(\w[^"]*)"', page) == [
         "Accuracy over MACs",
         "Accuracy over latency, batch 1",
-        "Accuracy over latency, batch 32",
+        "Accuracy over latency, batch 8",
     ]
     assert "2 of 2 runs finished" in page and "target 35%, 50%" in page
     assert "The times of 2 of 2 runs were measured while other runs used the same machine" in page

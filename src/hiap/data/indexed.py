@@ -79,7 +79,7 @@ class IndexedData:
         return DataLoader(
             dataset,
             batch_sampler=_Batches(batches),
-            num_workers=self.loading.workers,
+            num_workers=min(self.loading.workers, len(batches)),
             collate_fn=collate,
             pin_memory=self.loading.device.type == "cuda",
             worker_init_fn=outlive_signals,

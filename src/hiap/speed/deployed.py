@@ -52,10 +52,10 @@ def speeds(
     """Time both networks as they are and optimised, in every mode of the device; the fastest counts.
 
     On CUDA: bf16, 1 and 256 images, with and without CUDA graphs, compiling and, where they are available, fused
-    kernels. On a CPU: fp32, 1 and 32 images.
+    kernels. On a CPU: fp32, 1 and 8 images.
     """
     gpu = device.type == "cuda"
-    precision, batches = ("bf16", (1, 256)) if gpu else ("fp32", (1, 32))
+    precision, batches = ("bf16", (1, 256)) if gpu else ("fp32", (1, 8))
     modes, often = (("eager", "graph", "compile+graph"), (3, 15)) if gpu else (("eager",), (1, 7))
     networks = {"dense": dense, "compact": compact}
     kernels = all(hindrance(model, device, DTYPES[precision]) is None for model in networks.values())

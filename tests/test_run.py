@@ -3,8 +3,6 @@
 import json
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 
 import hiap
 from conftest import write_photos
+from forking import run_forked
 from hiap.cli.main import main
 from hiap.training.config import ConfigError, read_config
 from hiap.training.loop import Run, prune
@@ -167,12 +166,10 @@ class TestWords:
     @pytest.mark.slow
     def test_warnings_of_the_command_are_one_line(self) -> None:
         options = ["--config", "digits", "--model-args", json.dumps(TINY["model_args"]), "--epochs", "1"]
-        done = subprocess.run(
-            [sys.executable, "-m", "hiap", "plan", *options, "--dense-epochs", "1"], capture_output=True, text=True
-        )
+        done = run_forked("interrupted.py", "", "plan", *options, "--dense-epochs", "1")
         assert done.returncode == 0
         text = r"warning: the run has only 11 steps \(1 epochs of 11\), too few .* for about 200 steps\n"
-        assert re.fullmatch(text, done.stderr)
+        assert re.fullmatch(text, done.stderr.split("nanobind:")[0])  # which finds objects left in a forked process
 
 
 class TestModelsAndDataOfOnesOwn:

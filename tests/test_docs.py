@@ -8,6 +8,7 @@ epochs and no loader workers, whatever the page says. Blocks of a page share one
 
 import ast
 import importlib.util
+import json
 import os
 import pydoc
 import re
@@ -165,7 +166,9 @@ def shortened(arguments: list[str]) -> list[str]:
     """The arguments of a command that takes seconds on a CPU; of two values of an option the last counts."""
     command, here = arguments[0], []
     if command == "demo":
-        return ["prune", "--config", "digits", "--epochs", "1", "--dense-epochs", "1", "--out", "demo"]
+        small = json.dumps({**TINY, "img_size": 8, "patch_size": 4, "in_chans": 1})
+        short = ["--model-args", small, "--epochs", "1", "--dense-epochs", "1"]
+        return ["prune", "--config", "digits", *short, "--out", "demo"]
     if command in ("prune", "plan", "evaluate"):
         here += ["--workers", "0"]
     if command in ("prune", "plan") and "--resume" not in arguments:

@@ -45,10 +45,13 @@ def records_of(options: argparse.Namespace, method: str, final: bool) -> list[Re
     return [record for record in read(options.records) if record.key[:7] == place and record.final == final]
 
 
-def finished_record(options: argparse.Namespace, method: str) -> Record:
-    if not (finished := records_of(options, method, True)):
+def finished_records(options: argparse.Namespace, method: str) -> list[Record]:
+    """The last finished run of each seed."""
+    seeds = {int(seed) for seed in options.seeds.split(",")}
+    finished = {record.seed: record for record in records_of(options, method, True) if record.seed in seeds}
+    if not finished:
         raise SystemExit(f"{method} has no finished runs in {options.records} whose network could be timed")
-    return finished[0]
+    return list(finished.values())
 
 
 def write(options: argparse.Namespace, record: dict[str, Any], device: torch.device) -> None:

@@ -26,7 +26,7 @@ record with the epochs up to it, whose `set` names the sizes before it: `after=7
 
 `clock` and `speed` measure time and need the device to themselves. `clock` times training steps of each method; once
 there is such a record, tables and plots show no other training times. `speed` times a forward of the pruned networks
-side by side, compiled.
+of all `--seeds` side by side, compiled.
 
 `batch` runs a list of such commands, one on each line, several at a time. Commands below a line `wait` start when all
 above it have finished. `table` prints tables and draws plots. Torch-Pruning's methods need `torch-pruning`, plots need
@@ -54,7 +54,7 @@ import torch
 from bookkeeping import (
     best_rate,
     epochs_of,
-    finished_record,
+    finished_records,
     hiap_widths,
     label_free,
     like,
@@ -206,11 +206,12 @@ def several_sizes(options: argparse.Namespace, method: str, lr: float, seed: int
 def clock(options: argparse.Namespace) -> None:
     """Time an epoch of each stage (by the fastest of three parts), of every method with finished runs."""
     for method in options.methods.split(","):
-        take_record(options, method, 1e-4, finished_record(options, method).seed, CLOCK, 6 if method in GATED else 3)
+        seed = finished_records(options, method)[0].seed
+        take_record(options, method, 1e-4, seed, CLOCK, 6 if method in GATED else 3)
 
 
 def speed(options: argparse.Namespace) -> None:
-    """Time a forward of every method's network, side by side with the dense model, optimised and compiled.
+    """Time a forward of every method's networks, side by side with the dense model, optimised and compiled.
 
     Networks run on fused kernels where these are available.
     """
@@ -218,32 +219,34 @@ def speed(options: argparse.Namespace) -> None:
     name, mode, batch = ("bf16", "compile+graph", 256) if device.type == "cuda" else ("fp32", "eager", 8)
     config = config_of(options, options.methods.split(",")[0], 1e-4, 0, options.epochs)
     dense = dense_model(config).to(device).eval()
-    finished = {method: finished_record(options, method) for method in options.methods.split(",")}
+    methods = options.methods.split(",")
+    finished = {(method, one.seed): one for method in methods for one in finished_records(options, method)}
     with precision(name) as dtype, torch.no_grad():
         kernels = hindrance(dense, device, dtype) is None
         x = torch.randn(batch, *family_of(dense).input_shape(dense), device=device, dtype=dtype)
-        networks = {
+        networks: dict[Any, torch.nn.Module] = {
             "dense": copy.deepcopy(dense).to(dtype),
             "dense, optimised": optimize(dense, dtype, batch, kernels=kernels),
         }
-        for method, record in finished.items():
+        for key, record in finished.items():
             if record.widths is None:
-                networks[method] = made_network(options, method, record, device).to(dtype).eval()
+                networks[key] = made_network(options, key[0], record, device).to(dtype).eval()
             else:
                 network = materialise(shrink(copy.deepcopy(dense), [Widths(**one) for one in record.widths]), device)
-                networks[method] = optimize(network, dtype, batch, kernels=kernels)
+                networks[key] = optimize(network, dtype, batch, kernels=kernels)
         with torch.inference_mode():
             runs = []
             for network in networks.values():
                 torch.compiler.reset()  # some versions hold few networks; their graphs stay
                 runs.append(runner(network, x, mode))
             ms = dict(zip(networks, map(statistics.median, timings(runs, device, 10, 50)), strict=True))
-    for method, record in finished.items():
-        place = (*setting(options), options.epochs, None, method, record.lr, record.seed, SPEED)
-        found = {"ms": ms[method], "dense_ms": ms["dense"], "dense_optimised_ms": ms["dense, optimised"]}
+    for (method, seed), record in finished.items():
+        place = (*setting(options), options.epochs, None, method, record.lr, seed, SPEED)
+        took = ms[method, seed]
+        found = {"ms": took, "dense_ms": ms["dense"], "dense_optimised_ms": ms["dense, optimised"]}
         found |= {"batch": batch, "precision": name, "mode": mode}
         write(options, dict(zip(KEY, place, strict=True)) | found, device)
-        print(f"{method}: {ms[method]:.3f} ms, {ms['dense'] / ms[method]:.2f}x", flush=True)
+        print(f"{method} seed {seed}: {took:.3f} ms, {ms['dense'] / took:.2f}x", flush=True)
 
 
 def made_network(options: argparse.Namespace, method: str, record: Record, device: torch.device) -> torch.nn.Module:

@@ -1,6 +1,7 @@
 """The rooms of the package: each imports only those below it, and a name means one thing."""
 
 import ast
+import functools
 from collections import Counter
 from pathlib import Path
 
@@ -26,11 +27,13 @@ ROOF = ("__init__", "__main__", "registration")  # and those that no room may
 LONGEST = 400  # lines of a module, unless its docstring gives a reason
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     """The modules of the package by name, such as "nn.gates"."""
     return {str(f.relative_to(SOURCE).with_suffix("")).replace("/", "."): f for f in sorted(SOURCE.rglob("*.py"))}
 
 
+@functools.cache
 def imports(file: Path) -> set[str]:
     """What a module imports of the package, inside functions too."""
     found = set()

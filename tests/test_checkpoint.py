@@ -325,12 +325,28 @@ def test_files_can_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    (tmp_path / ".model.saving-abc/new").mkdir(parents=True)
-    (tmp_path / ".model.saving-abc/new/config.json").write_text("{")
+    (tmp_path / ".model.writing-abc/new").mkdir(parents=True)
+    (tmp_path / ".model.writing-abc/new/config.json").write_text("{")
     (tmp_path / ".model.previous").mkdir()
-    (tmp_path / ".model2.saving-abc").mkdir()
+    (tmp_path / ".model2.writing-abc").mkdir()
     hiap.save(compact_of(), tmp_path / "model")
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".model.previous", ".model2.saving-abc", "model"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".model.previous", ".model2.writing-abc", "model"]
+
+
+def test_a_model_that_a_killed_save_had_set_aside_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = compact_of(seed=1)
+    hiap.save(old, tmp_path / "model")
+    (tmp_path / ".model.writing-abc/old").mkdir(parents=True)
+    (tmp_path / "model").rename(tmp_path / ".model.writing-abc/old/model")
+
+    def full_disk(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full_disk)
+    with pytest.raises(hiap.CheckpointError, match="the model that was there is unchanged"):
+        hiap.save(compact_of(seed=2), tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert torch.equal(hiap.load(tmp_path / "model")(images(old)), old(images(old)))
 
 
 def test_timm_gives_its_feature_maps(tmp_path: Path) -> None:

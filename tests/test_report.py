@@ -269,7 +269,7 @@ def test_inspect_and_diff_print_what_the_folders_hold(
     (tmp_path / "other/config.yaml").write_text(config.replace("epochs: 20", "epochs: 40"))
     assert main(["diff", str(run), str(tmp_path / "other")]) == 0
     out = capsys.readouterr().out
-    assert "Top-1 accuracy     79.20 %" in out and "epochs  20  40" in out
+    assert "Top-1 accuracy    79.20 %" in out and "epochs  20  40" in out
     assert out.endswith("the topologies have the same widths\n")
     half = made_run(tmp_path / "half", 10, depth=4, done=0.4)
     assert main(["diff", str(run), str(half)]) == 0

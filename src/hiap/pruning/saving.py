@@ -12,9 +12,7 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -25,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from hiap.atomic import replace_folder
+from hiap.atomic import SET_ASIDE, replace_folder, scratch_beside
 from hiap.errors import CheckpointError
 from hiap.models.family import Family
 from hiap.models.registry import family_named, family_of
@@ -89,10 +87,10 @@ def save(compact: nn.Module, folder: Folder, class_names: Sequence[str] | None =
 
 
 def _write(target: Path, config: dict[str, Any], state: dict[str, torch.Tensor]) -> None:
-    prefix = f".{target.name}.saving-"
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent, ignore_cleanup_errors=True) as scratch:
-        new, old = Path(scratch, "new"), Path(scratch, "old")
+    with scratch_beside(target) as scratch:
+        new, old = scratch / "new", scratch / SET_ASIDE / target.name
         new.mkdir()
+        old.parent.mkdir()
         metadata = {"format": "pt", DIGEST: _digest(config), TENSORS_DIGEST: digest_tensors(state)}
         safetensors.torch.save_file(state, new / WEIGHTS, metadata)
         _sort_metadata(new / WEIGHTS)
@@ -100,10 +98,6 @@ def _write(target: Path, config: dict[str, Any], state: dict[str, torch.Tensor])
             (new / name).write_text(content.decode(), encoding="utf-8")
         shutil.copymode(new / CONFIG, new / WEIGHTS)  # safetensors shuts everybody else out
         replace_folder(target, new, old)
-    with suppress(OSError):
-        for entry in target.parent.iterdir():
-            if entry.name.startswith(prefix):  # of a save that was killed
-                shutil.rmtree(entry, ignore_errors=True)
 
 
 def _in_bytes(value: Any) -> bytes:

@@ -1,5 +1,6 @@
 import itertools
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -145,13 +146,13 @@ def naive_cost(model: torch.nn.Module, accounting: str) -> float:
     C = exact if accounting == "exact" else paper
     total = (1 if accounting == "exact" else 2) * (16 * D * 3 * 8 * 8 + D * 7)
     for kinds in gates_by_block(model):
-        z = {k: (gate.logit + gate.noise > 0).double().view(gate.shape) for k, gate in kinds.items()}
+        z = {k: (gate.logit.detach() + gate.noise > 0).view(gate.shape).numpy() for k, gate in kinds.items()}
         a = z["attention"].item() if "attention" in z else 1.0
-        g = z["head"].flatten() if "head" in z else torch.ones(H)
-        d = z.get("value_dim", torch.ones(H, Dh))
-        e = z.get("qk_dim", torch.ones(H, Dh))
+        g = z["head"].flatten() if "head" in z else np.ones(H)
+        d = z.get("value_dim", np.ones((H, Dh)))
+        e = z.get("qk_dim", np.ones((H, Dh)))
         b = z["ffn"].item() if "ffn" in z else 1.0
-        c = z.get("neuron", torch.ones(F))
+        c = z.get("neuron", np.ones(F))
         for h in range(H):
             total += a * g[h].item() * (C["C1"] * e[h].mean().item() + C["C2"] * d[h].sum().item())
         total += b * c.sum().item() * C["C3"]

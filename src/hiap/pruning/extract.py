@@ -101,7 +101,7 @@ def extract(model: Model, topology: Topology | None = None, round_to: int = 8) -
         reference = model
     else:
         topology.check(model)
-        reference = _gated(model, topology)
+        reference = _gated(model, topology).to(check_dtype(model)).eval()
     source = detach(copy.deepcopy(model))
     origin, recipe = origin_of(source, topology)
     widths = topology.widths(round_to)

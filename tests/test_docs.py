@@ -31,6 +31,7 @@ import hiap
 from conftest import write_photos
 from hiap.cli.main import main
 from hiap.models import registry
+from hiap.report import plotting
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 3}
@@ -104,6 +105,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(timm, "create_model", small_model)
     monkeypatch.setattr(hiap, "prune", short_prune)
+    monkeypatch.setattr(plotting, "_svg", lambda *drawing: "<svg></svg>")  # reports have tests of their own
     monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))  # what a page registers is gone after it
     write_photos(tmp_path / "photos")
     torch.manual_seed(0)

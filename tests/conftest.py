@@ -1,13 +1,11 @@
 """Small models of every accepted kind, with parameters away from timm's zeros and ones."""
 
-import copy
 import gc
 import io
 import json
 import logging
 import os
 import tarfile
-from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import count, islice
 from pathlib import Path
@@ -31,17 +29,6 @@ logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # of torchao, 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # in processes that tests start
-
-
-def copy_of_a_dict(found: OrderedDict, memo: dict) -> OrderedDict:
-    """What `copy` makes of one, in half of the time. A model is full of them, and is copied at every turn."""
-    memo[id(found)] = made = OrderedDict()
-    for key, value in found.items():
-        made[copy.deepcopy(key, memo)] = copy.deepcopy(value, memo)
-    return made
-
-
-copy._deepcopy_dispatch[OrderedDict] = copy_of_a_dict
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -23,11 +23,11 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.slow
 def test_accuracy_of_the_dense_model_and_of_its_extraction() -> None:
-    images, labels = read_tiles(SHEET, [0, 10])
+    images, labels = read_tiles(SHEET, [0, 10, 20, 30, 40])
     dense = vit_tiny(WEIGHTS)
     compact = hiap.extract(dense, hiap.Topology.from_counts(dense))
     scores = [accuracy(model, images, labels) for model in (dense, compact)]
-    assert scores == pytest.approx([78.0, 78.0], abs=0.3)
+    assert scores == pytest.approx([80.0, 80.0], abs=0.2)
     assert hiap.macs(compact) == hiap.macs(dense)
     gated = hiap.attach(dense)
     x = torch.rand(2, 3, 128, 128)

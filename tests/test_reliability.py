@@ -136,7 +136,7 @@ class TestReliability:
         out = tmp_path / "run"
         self.run(out, "dense_epochs=0", "--kill-step=search:4:SIGTERM:1", check=1, launcher="accelerate")
         assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-000000010"]
-        self.run(out, "dense_epochs=0", "--resume", launcher="forks")
+        self.run(out, "dense_epochs=0", "--resume", launcher="accelerate")
         assert hiap.macs(hiap.load(out / "compact")) > 0
 
     def test_folders_in_use_or_of_another_run_are_refused(self, tmp_path: Path) -> None:

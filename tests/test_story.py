@@ -43,8 +43,7 @@ def test_other_classes_interrupted_twice_and_resumed(photos: Path) -> None:
     home = photos.parent
     options = ["--model", "vit_tiny_patch16_224", "--weights", str(WEIGHTS), "--img-size", "128", "--data", "photos"]
     options += ["--mean", "0.5,0.5,0.5", "--std", "0.5,0.5,0.5", "--target", "50%", "--val-split", "0.2"]
-    options += ["--workers", "0"]
-    status, text = hiap(home, *options, "--out", "whole")
+    status, text = hiap(home, *options, "--out", "whole", "--workers", "0")  # which changes nothing but the time
     assert status == 0, text
     assert "dense    fine-tuned first for 5 epochs, learning rate 1.0e-04, with a new classifier" in text
 

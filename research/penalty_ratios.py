@@ -1,7 +1,7 @@
 """The paper's study of its two penalties, on ViT-Ti and Tiny-ImageNet: five ratios of macro to micro.
 
     python research/penalty_ratios.py run --data DIR --weights FILE --out RUNS [--ratios 2:1,5:1] [--strength 12]
-    python research/penalty_ratios.py show --out RUNS --plots DIR
+    python research/penalty_ratios.py show --out RUNS [RUNS ...] --plots DIR
 
 `run` trains in the paper's way: logits learned by gradient, penalties instead of a target, noise and the whole
 temperature schedule, the gates hardened at the end. What differs is the scale: the schedule of 300 epochs is squeezed
@@ -9,9 +9,13 @@ into `--epochs`, and to have the same say in a shorter time the penalties are `-
 model is the teacher. A run that is there is not repeated; every ratio is a folder that `hiap report` takes.
 
 `show` draws how the networks came about and accuracy against MACs, and prints what the paper's findings are judged by.
+Of several folders (one for each strength, say) all are in the plot of accuracy; the networks and the table are of the
+first. A run that is not finished is only in the plot of accuracy.
 """
 
 import argparse
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +25,13 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from matplotlib.lines import Line2D
 
 from hiap.report.decisions import MACRO_UNITS, decisions_of
 from hiap.report.gathering import RunData, gather
 from hiap.training.config import read_config
 from hiap.training.loop import prune
+from hiap.training.snapshots import unpack
 from prune_tiny_imagenet import STARTS, tenths
 
 RATIOS = {  # as the paper writes them, with our recipe of each
@@ -35,8 +41,6 @@ RATIOS = {  # as the paper writes them, with our recipe of each
     "1.5:1": "ablation_1.5to1",
     "micro-only": "ablation_micro_only",
 }
-MICRO_UNITS = ("value_dims", "neurons")
-EDGE = 2  # first blocks, which the paper excepts
 GRID = {"sharex": True, "sharey": True, "squeeze": False}
 
 
@@ -66,48 +70,76 @@ def folder_of(ratio: str) -> str:
 
 def show(options: argparse.Namespace) -> None:
     """Draw the plots and print the table."""
-    runs = {
-        ratio: gather(options.out / folder_of(ratio)) for ratio in RATIOS if (options.out / folder_of(ratio)).is_dir()
-    }
-    if not runs:
-        raise SystemExit(f"penalty_ratios.py: {options.out} holds none of the runs {', '.join(RATIOS)}")
+    found = {folder: runs_in(folder) for folder in options.out}
+    finished = {ratio: one for ratio, one in found[options.out[0]].items() if one.state == "finished"}
+    if not finished:
+        raise SystemExit(f"penalty_ratios.py: {options.out[0]} holds none of the runs {', '.join(RATIOS)}, finished")
     options.plots.mkdir(parents=True, exist_ok=True)
-    evolution(runs, options.plots / "penalty_ratios.png")
-    trade_off(runs, options.plots / "penalty_pareto.png")
-    found = {ratio: findings(one) for ratio, one in runs.items()}
-    names = list(next(iter(found.values())))
-    print("| | " + " | ".join(found) + " |\n|---|" + "---|" * len(found))
-    for name in names:
-        print(f"| {name} | " + " | ".join(str(one[name]) for one in found.values()) + " |")
+    evolution(finished, options.plots / "penalty_ratios.png")
+    trade_off({folder.name: runs for folder, runs in found.items()}, options.plots / "penalty_pareto.png")
+    columns = {ratio: findings(one) for ratio, one in finished.items()}
+    print("| | " + " | ".join(columns) + " |\n|---|" + "---|" * len(columns))
+    for name in next(iter(columns.values())):
+        print(f"| {name} | " + " | ".join(str(one[name]) for one in columns.values()) + " |")
+
+
+def runs_in(folder: Path) -> dict[str, RunData]:
+    return {ratio: gather(folder / folder_of(ratio)) for ratio in RATIOS if (folder / folder_of(ratio)).is_dir()}
 
 
 def findings(one: RunData) -> dict[str, Any]:
     """What the paper's findings are judged by."""
-    blocks, record = one.blocks, one.record
+    blocks, record, last = one.blocks, one.record, one.snapshots[-1]
     heads = [len(block.heads) for block in blocks]
-    ffns = [block.now.neurons for block in blocks if block.now.neurons]
-    values = [block.now.value_dim for block in blocks if block.now.heads]
-    later = [block.now.value_dim for block in blocks[EDGE:] if block.now.heads]
-    scores = [line["top1"] for line in one.metrics if "top1" in line]
-    low = int(np.argmin(scores))
+    ffns = [count for count in last["neurons"] if count]
+    values = [
+        f"{dims / kept:.0f}" if kept else "-" for dims, kept in zip(last["value_dims"], last["heads"], strict=True)
+    ]
     decided = decisions_of(one.snapshots, one.searched)
     assert decided is not None
     back = {kind: f"{decided.returned.get(kind, 0)} of {decided.units[kind]}" for kind in ("heads", "ffns", "neurons")}
-    settled = [decided.settled(kinds, 0.95) for kinds in (MACRO_UNITS, MICRO_UNITS)]
+    macro, micro = closings(one)
     return {
         "top-1": f"{record['top1']:.2f}",
         "MACs": f"{record['macs'] / record['dense_macs']:.1%}",
         "heads kept": f"{sum(heads)} of {sum(block.dense.heads or 0 for block in blocks)}",
         "FFNs kept": f"{len(ffns)} of {len(blocks)}",
         "neurons of those FFNs": f"{np.mean(ffns or [0]) / (blocks[0].dense.neurons or 1):.0%}",
-        "value dims of the heads, first two blocks": " ".join(str(v) for v in values[: len(values) - len(later)])
-        or "-",
-        "value dims of the heads, other blocks": f"{min(later)} to {max(later)}" if later else "-",
-        "dip of the accuracy": f"{max(scores[-1] - scores[low], 0):.1f} in epoch {low + 1}",
-        "95 % of macro decisions final": f"epoch {settled[0]:.1f}",
-        "95 % of micro decisions final": f"epoch {settled[1]:.1f}",
+        "value dims of a kept head, by block": " ".join(values),
+        "largest fall of the accuracy": f"{fall([line['top1'] for line in one.metrics if 'top1' in line]):.1f}",
+        "closed heads and FFNs, median epoch": macro,
+        "closed dims and neurons of what is kept, median epoch": micro,
         **{f"closed {kind} that came back": value for kind, value in back.items()},
     }
+
+
+def fall(scores: Sequence[float]) -> float:
+    """The most that the accuracy of an epoch is below that of an earlier one."""
+    return max(high - score for high, score in zip(accumulate(scores, max), scores, strict=True))
+
+
+def closings(one: RunData) -> tuple[str, str]:
+    """When whole structures closed for good, and when parts of those that stayed did: median epochs."""
+    masks = [unpack(snapshot["decisions"], one.searched) for snapshot in one.snapshots]
+    at = np.array([snapshot["at"] for snapshot in one.snapshots])
+    sizes = {"value_dims": ("heads", [w.value_dim for w in one.searched for _ in range(w.heads or 0)])}
+    sizes["neurons"] = ("ffns", [w.neurons for w in one.searched if w.neurons])
+
+    def closed(kind: str, among: Any = True) -> list[float]:
+        rows = np.stack([mask[kind] for mask in masks])
+        open_until = len(rows) - np.argmax(rows[::-1], axis=0)  # the snapshot after the last in which a unit is open
+        gone = ~rows[-1] & rows.any(0) & among
+        return [float(time) for time in at[open_until[gone]]]
+
+    macro = [time for kind in MACRO_UNITS for time in closed(kind)]
+    micro = [
+        time for kind, (parent, count) in sizes.items() for time in closed(kind, np.repeat(masks[-1][parent], count))
+    ]
+    return median(macro), median(micro)
+
+
+def median(times: Sequence[float]) -> str:
+    return f"{np.median(times):.1f} ({len(times)} closed)" if times else "-"
 
 
 def evolution(runs: dict[str, RunData], path: Path) -> None:
@@ -142,20 +174,25 @@ def evolution(runs: dict[str, RunData], path: Path) -> None:
     plt.close(figure)
 
 
-def trade_off(runs: dict[str, RunData], path: Path) -> None:
+def trade_off(found: dict[str, dict[str, RunData]], path: Path) -> None:
     """Accuracy with hard gates against MACs: the way of each ratio, and where it ends."""
-    figure, ax = plt.subplots(figsize=(6.4, 4.2))
-    for i, (ratio, one) in enumerate(runs.items()):
-        lines = [line for line in one.metrics if "top1" in line and "hard_macs" in line]
-        x, y = [line["hard_macs"] for line in lines], [line["top1"] for line in lines]
-        ax.plot(x, y, color=f"C{i}", alpha=0.5, linewidth=1, marker=".", markersize=4)
-        share = one.record["macs"] / one.record["dense_macs"]
-        ax.plot([share], [one.record["top1"]], color=f"C{i}", marker="o", markersize=8, linestyle="", label=ratio)
+    figure, ax = plt.subplots(figsize=(6.8, 4.4))
+    colours = {ratio: f"C{i}" for i, ratio in enumerate(RATIOS)}
+    shapes = dict(zip(found, "osD^v", strict=False))
+    for name, runs in found.items():
+        for ratio, one in runs.items():
+            lines = [line for line in one.metrics if "top1" in line and "hard_macs" in line]
+            x, y = [line["hard_macs"] for line in lines], [line["top1"] for line in lines]
+            ax.plot(x, y, color=colours[ratio], alpha=0.35, linewidth=1, marker=".", markersize=3)
+            ax.plot(x[-1:], y[-1:], color=colours[ratio], marker=shapes[name], markersize=8)
     ax.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
     ax.set_xlabel("MACs, share of the dense model")
     ax.set_ylabel("top-1 accuracy, percent")
     ax.grid(alpha=0.3)
-    ax.legend(title="macro : micro", frameon=False)
+    names = [Line2D([], [], color=colour, linewidth=3, label=ratio) for ratio, colour in colours.items()]
+    ends = [Line2D([], [], color="gray", marker=shape, linestyle="", label=name) for name, shape in shapes.items()]
+    shown = names + (ends if len(ends) > 1 else [])
+    ax.legend(handles=shown, title="macro : micro", frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
 
@@ -175,8 +212,8 @@ def main() -> None:
     draw = commands.add_parser("show", help=show.__doc__)
     draw.set_defaults(go=show)
     draw.add_argument("--plots", type=Path, required=True, help="folder for the plots")
-    for command in (train, draw):
-        command.add_argument("--out", type=Path, required=True, help="folder of the runs")
+    train.add_argument("--out", type=Path, required=True, help="folder of the runs")
+    draw.add_argument("--out", type=Path, required=True, nargs="+", help="folders of the runs")
     options = parser.parse_args()
     options.go(options)
 

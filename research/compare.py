@@ -66,10 +66,8 @@ from checks import check
 from hiap.budget.controller import BudgetError
 from hiap.data.sources import ByteData
 from hiap.models.registry import family_of, sites
-from hiap.nn.compact import Widths
-from hiap.pruning.extract import shrink
 from hiap.speed.bench import runner
-from hiap.speed.clock import materialise, precision, timings
+from hiap.speed.clock import precision, timings
 from hiap.speed.fused import hindrance
 from hiap.speed.inference import optimize
 from hiap.training.config import Config, read_config
@@ -89,7 +87,7 @@ from methods import (
 )
 from outcome import outcome
 from prune_tiny_imagenet import BASE, STARTS, assignments, configuration, tenths
-from record import CLOCK, KEY, SPEED, Record, read
+from record import CLOCK, KEY, SPEED, Record, network_of, read
 from report import table
 
 CLOCKED = 12  # steps of an epoch that `clock` takes
@@ -232,8 +230,7 @@ def speed(options: argparse.Namespace) -> None:
             if record.widths is None:
                 networks[key] = made_network(options, key[0], record, device).to(dtype).eval()
             else:
-                network = materialise(shrink(copy.deepcopy(dense), [Widths(**one) for one in record.widths]), device)
-                networks[key] = optimize(network, dtype, batch, kernels=kernels)
+                networks[key] = optimize(network_of(record.widths, dense), dtype, batch, kernels=kernels)
         with torch.inference_mode():
             runs = []
             for network in networks.values():

@@ -10,7 +10,6 @@ are drawn at random for every block, in multiples of 8; one branch in ten is gon
 """
 
 import argparse
-import copy
 import json
 import random
 import time
@@ -24,13 +23,11 @@ import hiap
 from hiap.budget.deploy import MODES
 from hiap.budget.latency import LatencyCost, LatencyTable
 from hiap.models.registry import widths_of
-from hiap.nn.compact import Widths
-from hiap.pruning.extract import shrink
-from hiap.speed.clock import device_name, materialise, precision
+from hiap.speed.clock import device_name, precision
 from hiap.speed.measure import measure, network_cost
 from methods import TIMED
 from prune_tiny_imagenet import STARTS
-from record import read
+from record import network_of, read
 
 
 def random_topology(model: torch.nn.Module, chance: random.Random) -> hiap.Topology:
@@ -63,8 +60,7 @@ def networks(model: torch.nn.Module, options: argparse.Namespace) -> Iterator[tu
             target = record.target.split()[0]
             chosen[f"{record.method} {target}, {record.epochs} epochs, seed {record.seed}"] = record.widths
     for name, widths in list(chosen.items())[-options.chosen :]:
-        network = shrink(copy.deepcopy(model), [Widths(**one) for one in widths])
-        yield name, materialise(network, next(model.parameters()).device).eval()
+        yield name, network_of(widths, model)
 
 
 def main() -> None:

@@ -26,12 +26,11 @@ from hiap.budget.latency import LatencyCost, LatencyTable
 from hiap.models.family import Site
 from hiap.models.registry import sites
 from hiap.nn.compact import Widths
-from hiap.pruning.extract import shrink
 from hiap.speed.bench import bench
-from hiap.speed.clock import materialise
 from hiap.speed.measure import measure
 from hiap.training.loop import prune
 from prune_tiny_imagenet import STARTS, assignments, configuration, tenths
+from record import network_of
 from tiny_imagenet import CLASSES
 
 RECORD = "record.json"
@@ -108,8 +107,7 @@ def report(options: argparse.Namespace, device: torch.device) -> None:
     records = {file.parent.name: json.loads(file.read_text()) for file in sorted(options.runs.glob(f"*/{RECORD}"))}
     networks = {"dense": dense_model(options, device)}
     for name, record in records.items():
-        widths = [Widths(**one) for one in record["topology"]]
-        networks[name] = materialise(shrink(dense_model(options, device), widths), device).eval()
+        networks[name] = network_of(record["topology"], networks["dense"])
     times = clock(networks, options, device)
     lines = []
     for folder, record in records.items():

@@ -6,13 +6,20 @@ where it is, not in a table made from it.
 
 from __future__ import annotations
 
+import copy
 import json
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from torch import nn
+
+from hiap.nn.compact import Widths
+from hiap.pruning.extract import shrink
+from hiap.speed.clock import materialise
 
 CLOCK: Literal["clock"] = "clock"
 SPEED: Literal["speed"] = "speed"
@@ -157,6 +164,12 @@ def append(path: Path, record: Record) -> None:
     """Add a record to a file, in one write: several processes may share it."""
     with path.open("a") as file:
         file.write(record.to_json() + "\n")
+
+
+def network_of(widths: Sequence[Mapping[str, Any]], dense: nn.Module) -> nn.Module:
+    """A network of recorded widths, with random weights: speed ignores them."""
+    network = shrink(copy.deepcopy(dense), [Widths(**one) for one in widths])
+    return materialise(network, next(dense.parameters()).device).eval()
 
 
 @cache

@@ -11,6 +11,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import hiap
 from hiap.speed import fused, steps
@@ -200,3 +201,24 @@ def test_of_all_forms_the_fastest_right_one_is_kept(kernels: ModuleType, monkeyp
     x = torch.randn(2, 3, 16, 16)
     with torch.no_grad():
         assert off(fast.family.head(fast.model, found(fast.stem(x))), fast(x)) < 2e-5
+
+
+def test_the_roofline_counts_the_operations_of_every_kernel() -> None:
+    roofline = pytest.importorskip("roofline")
+    model = small_vit()
+    topology = hiap.Topology.from_counts(
+        model, heads=[2, 1, 3, 3], qk_dims=[8] * 4, value_dims=[8, 16, 8, 8], neurons=[24, None, 40, 48]
+    )
+    fast, blocks = blocks_of(hiap.extract(model, topology))
+    found = fused.fuse(blocks, torch.float32, 2, 17, last=1)
+    fast.blocks = found
+    x = fast.stem(torch.randn(2, 3, 16, 16))
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        found(x)
+    with torch.no_grad():
+        rows = list(roofline.kernels(fast, x))
+    assert sum(operations for _, _, operations, _ in rows) == counter.get_total_flops()
+    qkv = found[0].qkv.weight
+    name, call, operations, moved = rows[0]
+    assert (name, operations) == ("norm + qkv", 2 * 2 * 17 * qkv.numel())
+    assert moved == 4 * (x.numel() + call().numel())

@@ -122,7 +122,10 @@ def test_closed_gates_make_no_denormal_numbers() -> None:
     model(images(model).float())
     layers = [module for module in model.modules() if isinstance(module, GatedLinear)]
     scales = torch.cat(
-        [layer.scales({k: g.values()[0] for k, g in layer.by_kind().items()})[2].flatten() for layer in layers]
+        [
+            layer.layout.scales({k: g.values()[0][None] for k, g in layer.by_kind().items()})[2].flatten()
+            for layer in layers
+        ]
     )
     exact = [torch.sigmoid((g.logit.detach().double() + g.noise.double()) / 0.05) for g in hiap.gates(model)]
     assert min(float(z.min()) for z in exact) < 1e-30 and (scales == 0).any()

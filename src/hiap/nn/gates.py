@@ -20,12 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hiap.nn.granularities import OLD_NAMES
-from hiap.nn.rotary import by_dim, by_pair
+from hiap.nn.scaling import Ahead, Layout, ScaledWeights
 
 __all__ = ["Gate", "GatedLinear", "NoiseSource"]
-
-INNER = ("head", "value_dim", "neuron")  # scale inputs of proj and fc2
-WHOLE = ("attention", "ffn")  # scale their whole output
 
 START_LOGIT = 5.0  # p = 0.993: open, and near enough to the slope of the sigmoid to learn
 START_TEMPERATURE = 2.0
@@ -125,9 +122,10 @@ class GatedLinear(nn.Linear):
     ) -> None:
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         _take_over(self, linear)
-        self.units = torch.Size(units)
-        self.pairs = pairs
+        shape = (linear.out_features, linear.in_features)
+        self.layout = Layout(tuple(gates), tuple(units), pairs, shape, linear.bias is not None)
         self.gates = nn.ModuleDict(gates).train(linear.training)
+        self.ahead = Ahead()
 
     def plain(self) -> nn.Linear:
         """The ungated layer, on the same parameters."""
@@ -148,84 +146,53 @@ class GatedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         gates = self.by_kind()
-        if any(gate.training for gate in gates.values()):
-            weight, bias = _ScaledWeight.apply(self, self.weight, self.bias, *[gate.logit for gate in gates.values()])
-        else:
-            _, outputs, scale = self.scales({kind: gate() for kind, gate in gates.items()})
-            weight, bias = _scaled(self.weight, self.bias, outputs, scale)
-        return F.linear(input, weight, bias)
+        if not any(gate.training for gate in gates.values()):
+            _, outputs, scale = self.layout.scales({kind: gate().unsqueeze(0) for kind, gate in gates.items()})
+            bias: Tensor | None = self.bias
+            if self.layout.scales_bias and outputs is not None:
+                bias = (self.bias * outputs.flatten()).to(self.bias.dtype)
+            return F.linear(input, (self.weight * scale.squeeze(0)).to(self.weight.dtype), bias)
+        weight = None if torch.compiler.is_compiling() else self._scaled_ahead()
+        return F.linear(input, *(scaled_weights([self])[0] if weight is None else (weight, self.ahead.bias)))
 
-    def scales(self, values: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        """What gate values multiply: inputs (in_features), outputs (1) or (out_features, 1), and the weight."""
-        inputs: Tensor | None = None
-        outputs: Tensor | None = None
-        for name, z in values.items():
-            if name in WHOLE:
-                outputs = z
-            elif name == "qk_dim":
-                z = by_dim(z, self.pairs, self.units[-1])
-                outputs = torch.cat([z.flatten(), z.new_ones(self.out_features - z.numel())]).unsqueeze(1)
-            else:
-                inputs = z if inputs is None else inputs * z
-        if inputs is not None:
-            inputs = inputs.expand(self.units).reshape(-1)
-        scale = outputs if inputs is None else inputs if outputs is None else inputs * outputs
-        assert scale is not None
-        return inputs, outputs, scale
+    def state(self) -> Any:
+        """What the weight under the gates depends on."""
+        gates = [(gate.logit._version, gate.temperature) for gate in self.by_kind().values()]
+        return self.weight._version, _autocast_dtype(self.weight), gates
+
+    def _scaled_ahead(self) -> Tensor | None:
+        """The weight that was scaled ahead; None if this forward pass needs one of its own."""
+        ahead, grad = self.ahead, torch.is_grad_enabled()
+        if ahead.weight is None or ahead.state != self.state():
+            return None
+        if torch._C._current_graph_task_id() == -1:  # not repeated inside a backward pass
+            ahead.recorded, ahead.used = grad and not ahead.spent, True
+        return ahead.weight if not grad or (ahead.recorded and ahead.weight.requires_grad) else None
 
 
-class _ScaledWeight(torch.autograd.Function):
-    """The weight and bias of a GatedLinear under its gates, with one node in the graph instead of twenty.
+def scaled_weights(layers: Sequence[GatedLinear], ahead: bool = False) -> list[tuple[Tensor, Tensor | None]]:
+    """Weight and bias of layers of one layout under their gates in training.
 
-    Gradients of gate values go to the logits and, where it is set, are added to `Gate.gradient`.
+    Args:
+        ahead: keep them for the forward pass that comes, with the dtype that autocast would give them.
     """
+    layout, gates = layers[0].layout, [layer.by_kind() for layer in layers]
+    tensors = [layer.weight for layer in layers]
+    tensors += [layer.bias for layer in layers] if layout.scales_bias else []
+    tensors += [own[kind].logit for kind in layout.kinds for own in gates]
+    dtype = _autocast_dtype(layers[0].weight) if ahead else None
+    kept = [layer.ahead for layer in layers] if ahead else []
+    results = ScaledWeights.apply(layout, gates, dtype, kept, *tensors)
+    biases = results[len(layers) :] or [layer.bias for layer in layers]
+    return list(zip(results[: len(layers)], biases, strict=True))
 
-    @staticmethod
-    def forward(
-        ctx: Any, layer: GatedLinear, weight: Tensor, bias: Tensor | None, *logits: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        ctx.layer = layer
-        ctx.values = {name: gate.values() for name, gate in layer.by_kind().items()}
-        inputs, outputs, scale = layer.scales({name: z for name, (z, _) in ctx.values.items()})
-        ctx.save_for_backward(weight, bias, inputs, outputs, scale)
-        return _scaled(weight, bias, outputs, scale)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        weight, bias, inputs, outputs, scale = ctx.saved_tensors
-        layer: GatedLinear = ctx.layer
-        grad_weight, grad_bias = grads
-        to_weight = (grad_weight * scale).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        to_bias = grad_bias
-        if outputs is not None and grad_bias is not None:
-            to_bias = (grad_bias * outputs.view(-1)).to(bias.dtype)
-        product = grad_weight.to(scale.dtype) * weight
-        found: dict[str, Tensor] = {}
-        columns = product.sum(0) if inputs is not None else None
-        for name in ctx.values:
-            if name in WHOLE:
-                whole = (columns * inputs).sum() if columns is not None else product.sum()
-                whole = whole if bias is None else whole + (grad_bias.to(scale.dtype) * bias).sum()
-                found[name] = whole.view(1)
-            elif name == "qk_dim":
-                rows = product.sum(1) if bias is None else product.sum(1) + grad_bias * bias
-                found[name] = by_pair(rows[: layer.units.numel()].view(layer.units), layer.pairs)
-        if columns is not None:
-            columns = (columns if outputs is None else columns * outputs).view(layer.units)
-            inner = [name for name in ctx.values if name in INNER]
-            for name in inner:
-                gradient = columns
-                for other in inner:
-                    gradient = gradient if other == name else gradient * ctx.values[other][0]
-                found[name] = gradient.sum_to_size(ctx.values[name][0].shape)
-        to_logits: list[Tensor | None] = []
-        for (name, gate), needed in zip(layer.by_kind().items(), ctx.needs_input_grad[3:], strict=True):
-            slope = ctx.values[name][1]
-            if slope is not None and gate.gradient is not None:
-                gate.gradient.add_(found[name].view(-1))
-            gradient = (found[name] * slope).view(-1).to(gate.logit.dtype) if slope is not None and needed else None
-            to_logits.append(gradient)
-        return None, to_weight, to_bias, *to_logits
+def _autocast_dtype(weight: Tensor) -> torch.dtype | None:
+    """What autocast makes of a weight; None if it leaves it."""
+    kind = weight.device.type
+    if weight.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 def _relaxed(noisy: Tensor, temperature: float) -> Tensor:
@@ -235,14 +202,6 @@ def _relaxed(noisy: Tensor, temperature: float) -> Tensor:
     CPUs multiply 30 times slower.
     """
     return F.threshold(torch.sigmoid(noisy / temperature), CLOSED, 0.0)
-
-
-def _scaled(weight: Tensor, bias: Tensor | None, outputs: Tensor | None, scale: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias under gates."""
-    if bias is not None:
-        # A view, so that autograd does not take an unscaled bias for an output that is an input.
-        bias = bias.view_as(bias) if outputs is None else (bias * outputs.view(-1)).to(bias.dtype)
-    return (weight * scale).to(weight.dtype), bias
 
 
 def _take_over(new: nn.Linear, old: nn.Linear) -> None:
@@ -257,10 +216,13 @@ class NoiseSource:
     It is a forward pre-hook of the module that every forward enters first. Inside a backward pass it does nothing, so
     gradient checkpointing sees one draw on recompute. A draw depends on `seed`, the number of draws before it and the
     kind of device, never on torch's global generator: all processes of a run that share the seed share the draw.
+
+    Layers of one layout are scaled by their gates right after the draw, all at once.
     """
 
-    def __init__(self, gates: Sequence[Gate], seed: int = 0) -> None:
-        self.gates = list(gates)
+    def __init__(self, layers: Sequence[GatedLinear], seed: int = 0) -> None:
+        self.layers = list(layers)
+        self.gates = [gate for layer in layers for gate in layer.by_kind().values()]
         self.seed = seed
         self.draws = 0
 
@@ -272,6 +234,20 @@ class NoiseSource:
     def _draw_unless_recomputing(self) -> None:
         if torch._C._current_graph_task_id() == -1:
             self.draw()
+            self.scale_ahead()
+
+    def scale_ahead(self) -> None:
+        """Scale the weights of the coming forward pass, unless nothing used the last ones (a compiled model's)."""
+        groups: dict[Any, list[GatedLinear]] = {}
+        for layer in self.layers:
+            layer.ahead.clear()
+            if layer.ahead.used and all(gate.training and gate.drawn is not None for gate in layer.by_kind().values()):
+                groups.setdefault((layer.layout, layer.weight.dtype, layer.weight.device), []).append(layer)
+        for group in groups.values():
+            if len(group) > 1:
+                for layer, (weight, bias) in zip(group, scaled_weights(group, ahead=True), strict=True):
+                    layer.ahead.weight, layer.ahead.bias, layer.ahead.state = weight, bias, layer.state()
+                    layer.ahead.used = False
 
     @torch.no_grad()
     def draw(self) -> None:

@@ -79,7 +79,7 @@ def attach(
     for i, site in enumerate(family.open(model)):
         if i not in kept:
             _gate_block(site, chosen, logit)
-    found = list(gates(model))
+    found = [module for module in model.modules() if isinstance(module, GatedLinear)]
     if not found:
         family.close(model)
         raise InputError("nothing to gate: every block is protected by keep_blocks or has no such units")

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hiap
 from conftest import images, make
-from hiap.nn.gates import GatedLinear
+from hiap.nn.gated_linear import GatedLinear
 from hiap.pruning.attach import gates_by_block, noise_source
 from reference import naive_forward
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hiap
-from hiap.nn.gates import GatedLinear, NoiseSource
+from hiap.nn.gated_linear import GatedLinear, NoiseSource
 from hiap.nn.scaling import ScaledWeights
 
 ALL = hiap.GRANULARITIES

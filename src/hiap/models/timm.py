@@ -28,7 +28,7 @@ from hiap.models.linears import joined, parted, without_values
 from hiap.models.timm_recipe import NORMS, USAGE, build_vit, describe_vit, mlp_ratio_of
 from hiap.nn import compact
 from hiap.nn.compact import Widths
-from hiap.nn.gates import GatedLinear
+from hiap.nn.gated_linear import GatedLinear
 from hiap.nn.stem import Stem
 
 __all__ = ["TIMM", "TimmFamily", "check_units", "preprocessing_of"]

@@ -9,15 +9,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hiap.nn.gates import Gate
 from hiap.nn.rotary import by_dim, by_pair
-
-if TYPE_CHECKING:
-    from hiap.nn.gates import Gate
 
 __all__ = ["Ahead", "Layout", "ScaledWeights"]
 

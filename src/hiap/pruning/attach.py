@@ -18,7 +18,8 @@ from torch.nn.modules.module import _IncompatibleKeys
 from hiap.errors import InputError, UnsupportedModelError
 from hiap.models.family import Site
 from hiap.models.registry import family_of, find_family, sites
-from hiap.nn.gates import START_LOGIT, Gate, GatedLinear, NoiseSource
+from hiap.nn.gated_linear import GatedLinear, NoiseSource
+from hiap.nn.gates import START_LOGIT, Gate
 from hiap.nn.granularities import GRANULARITIES, PAPER, present_name
 from hiap.nn.rotary import pair_count
 

@@ -25,6 +25,7 @@ from hiap.speed.clock import device_name
 from hiap.training.evaluate import evaluate
 from hiap.training.setup import dense_model, load_data
 
+SCORED = 64  # images at a time for the accuracy
 HEAD = "| network | tokens merged in a block | MACs | top-1 | ms | speed-up |\n|---|---|---|---|---|---|"
 
 
@@ -46,7 +47,8 @@ def compare(
     rows = []
     for name, model in forms.items():
         network, r = name.split()
-        scores, row = evaluate(model, data, settings["batch"]), times[f"{name}, optimised"]
+        scores, row = evaluate(model, data, SCORED), times[f"{name}, optimised"]
+        print(f"{name}: {scores['top1']:.2f} %", flush=True)
         own = {"macs": row.macs, "ms": row.ms, "spread_ms": row.spread_ms, "attention": row.attention}
         rows.append({"network": network, "merge_tokens": int(r), "top1": scores["top1"], **own})
     return rows

@@ -3,11 +3,11 @@
     python research/roofline.py [--start vit_tiny] [--records research/records/compare.jsonl] [--methods hiap,taylor]
         [--target 50%] [--batch 256] [--tflops 989 --gbytes 4800] [--json FILE]
 
-Needs a CUDA device with Triton. Takes the network of the last run of each method at a target (with the usual options), with random
-weights (speed ignores them), and times it in bf16 beside timm's dense model, compiled: optimised, and on fused kernels.
-Then every kernel of the first method's network is timed by itself. Its limit is the greater of two times: its
-operations at the peak of the matrix units, and what it must read and write at the bandwidth of the memory. The defaults
-are those of an H200.
+Needs a CUDA device with Triton. Takes the network of the last run of each method at a target, with the usual options
+and random weights (speed ignores them), and times it in bf16 beside timm's dense model, compiled: optimised, and on
+fused kernels. Then every kernel of the first method's network is timed by itself. Its limit is the greater of two
+times: its operations at the peak of the matrix units, and what it must read and write at the bandwidth of the memory.
+The defaults are those of an H200.
 """
 
 import argparse

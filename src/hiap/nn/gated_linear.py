@@ -73,15 +73,17 @@ class GatedLinear(nn.Linear):
     def state(self) -> Any:
         """What the weight under the gates depends on."""
         gates = [(gate.logit._version, gate.temperature) for gate in self.by_kind().values()]
-        return self.weight._version, _autocast_dtype(self.weight), gates
+        bias = None if self.bias is None else self.bias._version
+        return self.weight._version, bias, _autocast_dtype(self.weight), gates
 
     def _scaled_ahead(self) -> Tensor | None:
         """The weight that was scaled ahead; None if this forward pass needs one of its own."""
         ahead, grad = self.ahead, torch.is_grad_enabled()
+        ahead.used = True
         if ahead.weight is None or ahead.state != self.state():
             return None
         if torch._C._current_graph_task_id() == -1:  # not repeated inside a backward pass
-            ahead.recorded, ahead.used = grad and not ahead.spent, True
+            ahead.recorded = grad and not ahead.spent
         return ahead.weight if not grad or (ahead.recorded and ahead.weight.requires_grad) else None
 
 

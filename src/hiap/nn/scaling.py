@@ -115,7 +115,7 @@ class Ahead:
         recorded: whether the forward pass that uses it records a graph. One that does not is repeated in the backward
             pass, and must make a graph of its own there.
         spent: whether its backward pass has been: its graph is gone.
-        used: whether a forward pass used the last one.
+        used: whether the layer has looked for it since.
     """
 
     def __init__(self) -> None:

@@ -311,6 +311,7 @@ def test_the_command_line_goes_further(whole: Any, tmp_path: Path, capsys: pytes
         (["--target", "70%"], "a target of 70% (23.453 k MACs) is not below what is there: the model in"),
         ([], f"--from {out} needs a --target below what is there, such as 25%"),
         (["--target", "40%", "--out", "x", "--model", "y"], "leave out --model, --out"),
+        (["--target", "1ms", "--deploy", "batch=8"], "the table and the folder of that run: leave out --deploy"),
     ):
         assert main(["prune", "--from", out, *given]) == 1
         assert text in capsys.readouterr().err

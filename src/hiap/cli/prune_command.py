@@ -13,7 +13,7 @@ from hiap.training.rungs import further_config, rung_table
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run", "start"]
 
-FIXED = ("model", "model_args", "weights", "pretrained", "img_size", "dense_epochs", "dense_lr", "objective")
+FIXED = ("model", "model_args", "weights", "pretrained", "img_size", "dense_epochs", "dense_lr", "objective", "deploy")
 
 HELP = "Prune a trained ViT to a budget in one training phase."
 EXAMPLES = """examples:
@@ -63,7 +63,7 @@ def _further(options: argparse.Namespace) -> int:
     if wrong:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
         raise InputError(
-            f"--from {options.source} goes on with the model and in the folder of that run: leave out {flags}"
+            f"--from {options.source} goes on with the model, the table and the folder of that run: leave out {flags}"
         )
     if "target" not in given:
         raise InputError(f"--from {options.source} needs a --target below what is there, such as 25%")

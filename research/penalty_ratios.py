@@ -167,6 +167,7 @@ def evolution(runs: dict[str, RunData], path: Path) -> None:
             if row == len(kinds) - 1:
                 ax.set_xlabel("epoch", fontsize=10)
             ax.set_yticks([1, 4, 8, 12])
+            ax.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(2, integer=True))
     bar = figure.colorbar(picture, ax=axes, fraction=0.02, pad=0.015)
     bar.ax.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
     bar.set_label("kept")

@@ -15,7 +15,7 @@ first. A run that is not finished is only in the plot of accuracy.
 
 import argparse
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ def show(options: argparse.Namespace) -> None:
         raise SystemExit(f"penalty_ratios.py: {options.out[0]} holds none of the runs {', '.join(RATIOS)}, finished")
     options.plots.mkdir(parents=True, exist_ok=True)
     evolution(finished, options.plots / "penalty_ratios.png")
-    trade_off({folder.name: runs for folder, runs in found.items()}, options.plots / "penalty_pareto.png")
+    trade_off(found, options.plots / "penalty_pareto.png")
     columns = {ratio: findings(one) for ratio, one in finished.items()}
     print("| | " + " | ".join(columns) + " |\n|---|" + "---|" * len(columns))
     for name in next(iter(columns.values())):
@@ -115,7 +115,7 @@ def findings(one: RunData) -> dict[str, Any]:
 
 def fall(scores: Sequence[float]) -> float:
     """The most that the accuracy of an epoch is below that of an earlier one."""
-    return max(high - score for high, score in zip(accumulate(scores, max), scores, strict=True))
+    return max((high - score for high, score in zip(accumulate(scores, max), scores, strict=True)), default=0.0)
 
 
 def closings(one: RunData) -> tuple[str, str]:
@@ -175,23 +175,23 @@ def evolution(runs: dict[str, RunData], path: Path) -> None:
     plt.close(figure)
 
 
-def trade_off(found: dict[str, dict[str, RunData]], path: Path) -> None:
+def trade_off(found: dict[Path, dict[str, RunData]], path: Path) -> None:
     """Accuracy with hard gates against MACs: the way of each ratio, and where it ends."""
     figure, ax = plt.subplots(figsize=(6.8, 4.4))
     colours = {ratio: f"C{i}" for i, ratio in enumerate(RATIOS)}
-    shapes = dict(zip(found, "osD^v", strict=False))
-    for name, runs in found.items():
+    shapes = dict(zip(found, cycle("osD^v"), strict=False))
+    for folder, runs in found.items():
         for ratio, one in runs.items():
             lines = [line for line in one.metrics if "top1" in line and "hard_macs" in line]
             x, y = [line["hard_macs"] for line in lines], [line["top1"] for line in lines]
             ax.plot(x, y, color=colours[ratio], alpha=0.35, linewidth=1, marker=".", markersize=3)
-            ax.plot(x[-1:], y[-1:], color=colours[ratio], marker=shapes[name], markersize=8)
+            ax.plot(x[-1:], y[-1:], color=colours[ratio], marker=shapes[folder], markersize=8)
     ax.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
     ax.set_xlabel("MACs, share of the dense model")
     ax.set_ylabel("top-1 accuracy, percent")
     ax.grid(alpha=0.3)
     names = [Line2D([], [], color=colour, linewidth=3, label=ratio) for ratio, colour in colours.items()]
-    ends = [Line2D([], [], color="gray", marker=shape, linestyle="", label=name) for name, shape in shapes.items()]
+    ends = [Line2D([], [], color="gray", marker=shape, linestyle="", label=f.name) for f, shape in shapes.items()]
     shown = names + (ends if len(ends) > 1 else [])
     ax.legend(handles=shown, title="macro : micro", frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, dpi=120, bbox_inches="tight")

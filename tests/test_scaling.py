@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hiap
 from hiap.nn.gated_linear import GatedLinear, NoiseSource
 from hiap.nn.scaling import ScaledWeights
+from hiap.pruning.attach import noise_source
 
 ALL = hiap.GRANULARITIES
 
@@ -130,6 +131,38 @@ def test_a_layer_that_is_called_later_has_the_weight_of_that_time(groups: list[i
     assert torch.equal(layers(model)[0](tokens), fresh) and groups == [1]
 
 
+def test_what_was_scaled_is_forgotten_when_the_model_or_the_draw_changes() -> None:
+    model = gated()
+    tokens = torch.randn(2, 17, 24)
+    model(images(model))
+    before = model.blocks[0](tokens)
+    noise_source(model).draw()
+    assert not torch.equal(model.blocks[0](tokens), before)
+    model(images(model))
+    assert model.double().blocks[0](tokens.double()).dtype == torch.float64
+    model(images(model))
+    layers(model)[0].weight.data = 2 * layers(model)[0].weight.data
+    weight = layers(model)[0].weight.detach()
+    identity = torch.eye(24, dtype=torch.float64)
+    scale = (layers(model)[0](identity) - layers(model)[0](0 * identity)).T / weight
+    assert (scale[24:] - 1).abs().max() < 1e-9  # keys and values have no gates
+    model(images(model))
+    model.eval()
+    assert all(layer.ahead.weight is None for layer in layers(model))
+
+
+def test_frozen_blocks_are_left_out_of_the_backward_pass() -> None:
+    model = gated()
+    frozen, rest = layers(model.blocks[:2]), layers(model.blocks[2:])
+    for part in (model.patch_embed, model.blocks[0], model.blocks[1], model.cls_token, model.pos_embed):
+        part.requires_grad_(False)
+    seen = []
+    model.blocks[1].register_forward_hook(lambda module, args, out: seen.append(out.requires_grad))
+    model(images(model)).square().sum().backward()
+    assert seen == [False]
+    assert all(layer.weight.grad is None for layer in frozen) and all(layer.weight.grad is not None for layer in rest)
+
+
 def test_gradients_flow_where_the_stem_runs_without_them() -> None:
     model = gated()
     with torch.no_grad():
@@ -146,6 +179,8 @@ def test_a_block_that_is_left_out_gets_no_gradient() -> None:
         own = [layer.weight.grad for layer in layers(block)]
         assert all((grad is None) == (i == 2) for grad in own)
         assert all(grad is None or grad.abs().sum() > 0 for grad in own)
+        for gate in hiap.gates(block):
+            assert (gate.logit.grad is None) == (i == 2) and (gate.gradient.abs().sum() == 0) == (i == 2)
 
 
 def test_frozen_weights_and_logits_stay_without_gradients() -> None:

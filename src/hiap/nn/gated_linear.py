@@ -6,7 +6,7 @@ the size of the weight is nothing next to a pass over (batch, tokens, features),
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,15 @@ class GatedLinear(nn.Linear):
         """The gates by granularity."""
         return {kind: gate for kind, gate in self.gates.items() if isinstance(gate, Gate)}
 
+    def train(self, mode: bool = True) -> GatedLinear:
+        self.ahead.clear()
+        return super().train(mode)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GatedLinear:
+        self.ahead.clear()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
     def forward(self, input: Tensor) -> Tensor:
         gates = self.by_kind()
         if not any(gate.training for gate in gates.values()):
@@ -70,11 +79,17 @@ class GatedLinear(nn.Linear):
         weight = None if torch.compiler.is_compiling() else self._scaled_ahead()
         return F.linear(input, *(scaled_weights([self])[0] if weight is None else (weight, self.ahead.bias)))
 
+    def tensors(self) -> list[Tensor]:
+        """What the weight under the gates is computed from: the weight, the bias where it is scaled, the logits."""
+        logits = [gate.logit for gate in self.by_kind().values()]
+        return [self.weight, *([self.bias] if self.layout.scales_bias else []), *logits]
+
     def state(self) -> Any:
         """What the weight under the gates depends on."""
         gates = [(gate.logit._version, gate.temperature) for gate in self.by_kind().values()]
         bias = None if self.bias is None else self.bias._version
-        return self.weight._version, bias, _autocast_dtype(self.weight), gates
+        weight = id(self.weight), self.weight.data_ptr(), self.weight._version
+        return weight, bias, _autocast_dtype(self.weight), gates
 
     def _scaled_ahead(self) -> Tensor | None:
         """The weight that was scaled ahead; None if this forward pass needs one of its own."""
@@ -94,9 +109,7 @@ def scaled_weights(layers: Sequence[GatedLinear], ahead: bool = False) -> list[t
         ahead: keep them for the forward pass that comes, with the dtype that autocast would give them.
     """
     layout, gates = layers[0].layout, [layer.by_kind() for layer in layers]
-    tensors = [layer.weight for layer in layers]
-    tensors += [layer.bias for layer in layers] if layout.scales_bias else []
-    tensors += [own[kind].logit for kind in layout.kinds for own in gates]
+    tensors = [tensor for column in zip(*(layer.tensors() for layer in layers), strict=True) for tensor in column]
     dtype = _autocast_dtype(layers[0].weight) if ahead else None
     kept = [layer.ahead for layer in layers] if ahead else []
     results = ScaledWeights.apply(layout, gates, dtype, kept, *tensors)
@@ -148,9 +161,9 @@ class NoiseSource:
         """Scale the weights of the coming forward pass, unless nothing used the last ones (a compiled model's)."""
         groups: dict[Any, list[GatedLinear]] = {}
         for layer in self.layers:
-            layer.ahead.clear()
             if layer.ahead.used and all(gate.training and gate.drawn is not None for gate in layer.by_kind().values()):
-                groups.setdefault((layer.layout, layer.weight.dtype, layer.weight.device), []).append(layer)
+                learns = any(tensor.requires_grad for tensor in layer.tensors())
+                groups.setdefault((layer.layout, layer.weight.dtype, layer.weight.device, learns), []).append(layer)
         for group in groups.values():
             if len(group) > 1:
                 for layer, (weight, bias) in zip(group, scaled_weights(group, ahead=True), strict=True):
@@ -159,6 +172,8 @@ class NoiseSource:
 
     @torch.no_grad()
     def draw(self) -> None:
+        for layer in self.layers:
+            layer.ahead.clear()
         first = self.gates[0].logit
         generator = torch.Generator(first.device).manual_seed((self.seed * 1_000_003 + self.draws) % 2**63)
         self.draws += 1

@@ -193,16 +193,18 @@ class ScaledWeights(torch.autograd.Function):
             to_tensors += (grad * ctx.outputs.flatten(1)).to(bias.dtype).unbind()
             bias_product = grad.to(scale.dtype) * bias
         to_tensors = [to if grad is not None else None for to, grad in zip(to_tensors, grads, strict=True)]
+        passed = [any(grad is not None for grad in grads[i::count]) for i in range(count)]  # others were left out
         found = layout.gradients(ctx.values, ctx.inputs, ctx.outputs, product, bias_product)
         for kind in layout.kinds:
             gradient, own, slopes = found[kind].flatten(1), [gates[kind] for gates in ctx.gates], ctx.slopes.get(kind)
             needed = ctx.needs_input_grad[4 + len(to_tensors) :][:count]
-            heard = [(gate.gradient, part) for gate, part in zip(own, gradient.unbind(), strict=True)]
-            heard = [(total, part) for total, part in heard if total is not None] if slopes is not None else []
-            if heard:
+            parts = zip(own, gradient.unbind(), passed, strict=True)
+            heard = [(gate.gradient, part) for gate, part, yes in parts if yes and gate.gradient is not None]
+            if heard and slopes is not None:
                 torch._foreach_add_(*map(list, zip(*heard, strict=True)))
             if slopes is not None and any(needed):
-                to_tensors += (gradient * slopes.flatten(1)).to(own[0].logit.dtype).unbind()
+                learned = (gradient * slopes.flatten(1)).to(own[0].logit.dtype).unbind()
+                to_tensors += [part if yes else None for part, yes in zip(learned, passed, strict=True)]
             else:
                 to_tensors += [None] * count
         for one in ctx.ahead:

@@ -71,7 +71,7 @@ from hiap.speed.clock import precision, timings
 from hiap.speed.fused import hindrance
 from hiap.speed.inference import optimize
 from hiap.training.config import Config, read_config
-from hiap.training.phases import projection_interval
+from hiap.training.schedule import projection_interval
 from hiap.training.setup import dense_model, load_data
 from ladders import take_ladder
 from methods import (

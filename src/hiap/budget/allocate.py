@@ -230,6 +230,11 @@ class Allocation:
         self.rounding = 0.0 if all(float(one).is_integer() for one in every) else ROUNDING  # whole numbers add exactly
 
     @property
+    def optional(self) -> bool:
+        """Whether every branch that can be narrower can be left out too."""
+        return all(branch.choices[-1] == GONE or len(branch.choices) == 1 for _, branch in self.branches)
+
+    @property
     def least(self) -> float:
         """Cost of the cheapest network."""
         return (self.outside + float(self.cost.min(dim=1).values.sum())) * (1 + 2 * self.rounding)

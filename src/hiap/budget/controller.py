@@ -30,6 +30,7 @@ from hiap.pruning.topology import BlockTopology, Topology, harden
 __all__ = ["BudgetError", "Controller", "Floors", "Target"]
 
 MACRO = ("head", "attention")  # the gates of the macro term; the others belong to the micro term
+WHOLE = ("attention", "ffn")  # close whole branches
 LIMIT = 8.0  # logits are held within it: p = 0.9997 and 0.0003
 DIGITS = 5  # of a value that count in the decision
 NOTHING = 1e-30  # least value of a unit: its logarithm is taken
@@ -50,6 +51,8 @@ class Controller:
 
     Attributes:
         widths: padded widths of the blocks at the last projection.
+        measured: the gates of whole branches, where these are valued by `measure`: with "importance" and a cost of
+            which a narrow branch has nearly as much as a wide one.
 
     Raises:
         BudgetError: the target is out of reach; the message has the range.
@@ -93,6 +96,11 @@ class Controller:
         self.dense_cost = cost.of_widths(model, self.widths)
         movable = [{kind for kind in kinds if self.weight[kind]} for kinds in self.kinds]
         self.allocation = Allocation(self.sites, movable, cost, floors, round_to, origin)
+        measurable = mode == "importance" and not cost.proportional and self.allocation.optional
+        whole = {id(gate) for kinds in self.kinds for kind, gate in kinds.items() if measurable and kind in WHOLE}
+        self.measured = [gate for gate in self.all_gates if id(gate) in whole]
+        masks = [torch.full_like(gate.logit, id(gate) in whole, dtype=torch.bool) for gate in self.all_gates]
+        self._by_measure = torch.cat(masks)
         self.low = self.allocation.least
         if not self.low <= target < self.dense_cost:
             raise BudgetError(
@@ -118,9 +126,31 @@ class Controller:
         gradient = reduce(self.gradient / scale)
         self.observations += 1
         found = gradient.square()
-        found = torch.where(found.isfinite().all(), found, self.importance)  # no look at the device
+        kept = self._by_measure | ~found.isfinite().all()  # no look at the device
+        found = torch.where(kept, self.importance, found)
         self.importance.lerp_(found, 1 / min(self.observations, self.window))
         self.gradient.zero_()
+
+    @torch.no_grad()
+    def measure(self, loss: Callable[[], Tensor]) -> None:
+        """Value whole branches by how much greater the loss is without them. It is averaged with what was known before.
+
+        The squared gradient of a gate that is open tells little of the loss once it is closed: an FFN that the network
+        can do without may have a steep one.
+
+        Args:
+            loss: of the network as it is now, its gates hard.
+        """
+        now, found = loss(), []
+        for gate in self.measured:
+            logit = gate.logit.clone()
+            gate.logit.copy_(torch.where(logit > 0, -LIMIT, LIMIT))
+            found.append((loss() - now) * torch.where(logit > 0, 1.0, -1.0))
+            gate.logit.copy_(logit)
+        known = self.importance[self._by_measure]
+        grown = torch.cat(found).to(known).clamp(min=0)
+        averaged = torch.where(known > 0, (known + grown) / 2, grown)
+        self.importance[self._by_measure] = torch.where(grown.isfinite(), averaged, known)
 
     def restore(self, importance: Tensor, observations: int) -> None:
         """Take up the state of an earlier controller; the logits come with the model."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -146,6 +147,21 @@ class Context:
             return evaluate(model, *how)
         assert teacher is not None
         return feature_scores(model, teacher, *how)
+
+    def score_dense(self, dense: nn.Module) -> None:
+        """Record the accuracy of the dense model, and warn where it seems to know nothing."""
+        scores = self.scores(dense.eval(), None)
+        dense.train()
+        top1, images, chance = scores["top1"], int(scores["images"]), 100 / self.data.classes
+        self.record["dense_top1"] = top1
+        self.say(f"dense    top-1 {top1:.2f} % on {images} validation images")
+        spread = (chance * (100 - chance) / images) ** 0.5
+        if top1 <= chance + 3 * spread and (self.parts.trained or self.parts.dense_epochs):
+            warnings.warn(
+                f"the dense model scores {top1:.2f} %, near chance ({chance:.2f} %): are --mean, --std and --img-size "
+                "those it was trained with, and do the classes have the order of its labels?",
+                stacklevel=2,
+            )
 
     def facts(self, widths: Sequence[Widths]) -> dict[str, Any]:
         """What a network of these widths has and costs."""

@@ -27,7 +27,7 @@ from hiap.training.ladder import Ladder
 from hiap.training.metrics import METRICS
 from hiap.training.out_of_memory import out_of_memory
 from hiap.training.phase import Phase
-from hiap.training.phases import Dense, Recover, Search, restore, score_dense
+from hiap.training.phases import Dense, Recover, Search, restore
 from hiap.training.progress import Progress, Stopwatch, epoch_line
 from hiap.training.result import Result, finish
 from hiap.training.run_folder import RunFolder, checkpoints, load_checkpoint, load_dense, logged
@@ -370,7 +370,7 @@ class Run:
             self.save_checkpoint()
         else:
             if parts.trained and not parts.new_classifier:
-                score_dense(self.context, self.context.dense())
+                self.context.score_dense(self.context.dense())
             self.phase = Dense(self.context)
 
     def _take_up(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
@@ -29,11 +28,12 @@ from hiap.training.features import FeatureObjective
 from hiap.training.objective import Teacher, cost_terms, feasibility_terms
 from hiap.training.optimizer_state import carry_optimizer
 from hiap.training.phase import Phase, Tensors, Values, part
+from hiap.training.schedule import projection_interval
 from hiap.training.snapshots import SNAPSHOTS, log_snapshot, whole_cost
 
-__all__ = ["SOFT_SCORES", "Dense", "Recover", "Search", "align", "projection_interval", "restore", "score_dense"]
+__all__ = ["SOFT_SCORES", "Dense", "Recover", "Search", "align", "restore"]
 
-PROJECTIONS = 100  # times the budget moves in a run
+MEASURED = 10  # moves of the budget from one measurement of whole branches to the next
 SOFT_SCORES = 8  # evaluations of a search, at most, that are made with gates as in training as well
 ALIGNING = 512  # images, at least, that the basis of heads is found on
 NEW = 10.0  # times faster a new classifier learns than the trained rest of a dense model
@@ -79,7 +79,7 @@ class Dense(Phase):
 
     def next(self) -> Phase:
         network, context = self.unwrapped(), self.context
-        score_dense(context, network)
+        context.score_dense(network)
         trained = {name: tensor.detach().cpu() for name, tensor in network.state_dict().items()}
         context.parts.model.load_state_dict(trained)
         if context.folder is not None:
@@ -112,7 +112,7 @@ class Search(Phase):
         config, parts, schedule = context.config, context.parts, context.schedule
         dense = context.dense()
         if fresh and config.labelled and "dense_top1" not in context.record:
-            score_dense(context, dense)
+            context.score_dense(dense)
         teacher = context.teacher(dense)
         network = context.start(dense)
         if fresh and (config.align_heads if config.align_heads is not None else config.target):
@@ -145,6 +145,23 @@ class Search(Phase):
             noise_scale=schedule.noise(self.step),
             draws=draws,
         )
+
+    def train_step(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        controller = self.controller
+        if controller is not None and controller.measured and self.every and self.step % (MEASURED * self.every) == 0:
+            self.network.eval()
+            controller.measure(lambda: self.context.mean(self._loss(x, y)))
+        return super().train_step(x, y)
+
+    @torch.no_grad()
+    def _loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """The loss of a batch, as the network is now."""
+        images, labels = (part.to(self.context.device).tensor_split(self.context.config.accumulate) for part in (x, y))
+        losses = [
+            self.objective.weighted(self.objective.terms(self.network, xs, ys)) * (len(xs) / len(x))
+            for xs, ys in zip(images, labels, strict=True)
+        ]
+        return torch.stack(losses).sum()
 
     def terms(self, model: nn.Module, x: Tensor, target: Tensor, share: float = 1.0) -> dict[str, Tensor]:
         objective, controller = self.objective, self.controller
@@ -367,27 +384,6 @@ def fixed(context: Context, network: nn.Module) -> nn.Module:
         gate.gradient = None
         gate.logit.requires_grad_(False)
     return network
-
-
-def score_dense(context: Context, dense: nn.Module) -> None:
-    """Record the accuracy of the dense model, and warn where it seems to know nothing."""
-    scores = context.scores(dense.eval(), None)
-    dense.train()
-    top1, images, chance = scores["top1"], int(scores["images"]), 100 / context.data.classes
-    context.record["dense_top1"] = top1
-    context.say(f"dense    top-1 {top1:.2f} % on {images} validation images")
-    spread = (chance * (100 - chance) / images) ** 0.5
-    if top1 <= chance + 3 * spread and (context.parts.trained or context.parts.dense_epochs):
-        warnings.warn(
-            f"the dense model scores {top1:.2f} %, near chance ({chance:.2f} %): are --mean, --std and --img-size "
-            "those it was trained with, and do the classes have the order of its labels?",
-            stacklevel=2,
-        )
-
-
-def projection_interval(search: int) -> int:
-    """Steps from one move of the budget to the next, in a search of so many."""
-    return max(1, search // PROJECTIONS)
 
 
 def align(context: Context, dense: nn.Module) -> None:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from hiap.training.config import Config
 
-__all__ = ["BATCH", "Schedule", "dense_rate", "make_schedule", "pruning_rate"]
+__all__ = ["BATCH", "Schedule", "dense_rate", "make_schedule", "projection_interval", "pruning_rate"]
 
 PAPER_EPOCHS = 300
+PROJECTIONS = 100  # times the budget moves in a run
 BATCH = 256  # by default, and what the rates below are given for
 PRUNING, MOST = 5e-4, 1e-3  # peak learning rate while pruning, and the most it becomes with large batches
 LONG = 300_000  # images in all epochs, from which on the rate falls
@@ -98,3 +99,8 @@ def make_schedule(config: Config, steps: int) -> Schedule:
         noise_end=noise if config.noise_end is None else config.noise_end,
         **{name: getattr(config, name) for name in (*same, "sharp_start", "sharp_end")},
     )
+
+
+def projection_interval(search: int) -> int:
+    """Steps from one move of the budget to the next, in a search of so many."""
+    return max(1, search // PROJECTIONS)

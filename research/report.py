@@ -3,6 +3,7 @@
 import argparse
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
@@ -155,7 +156,8 @@ def summaries(group: list[Record], tried: dict[Any, float], times: dict[Any, Tim
     for method, variant, lr in dict.fromkeys((record.method, record.set, record.lr) for record in group):
         own = [record for record in group if (record.method, record.set, record.lr) == (method, variant, lr)]
         top1, first = [record.top1 for record in own], own[0]
-        epochs = first.trial_epochs or (int(first.like.split()[-1]) if first.like else first.epochs)
+        trial = next((record.trial_epochs for record in own if record.trial_epochs), None)
+        epochs = trial or (int(first.like.split()[-1]) if first.like else first.epochs)
         rows.append(
             {
                 "method": f"{method} ({variant})" if variant else method,
@@ -166,6 +168,7 @@ def summaries(group: list[Record], tried: dict[Any, float], times: dict[Any, Tim
                 "device": first.device,
                 "held_out": tried.get(_trial(first, epochs)),
                 "plain": not variant,
+                "dense_top1": next((record.dense_top1 for record in own if record.dense_top1 is not None), None),
                 "spread": max(top1) - min(top1),
                 "range": (min(top1), max(top1)),
                 "seeds": len(own),
@@ -182,10 +185,10 @@ def chosen(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def plot(tables: dict[Any, list[dict[str, Any]]], folder: Path) -> None:
-    """Top-1 against MACs, training time and throughput, without variants, at the chosen learning rates.
+    """Top-1 against MACs, training time and the time of a forward, without variants, at the chosen learning rates.
 
-    Throughput is plotted only for networks that were timed. Where that is not the network of the chosen learning rate,
-    both numbers are of the one that was timed.
+    The time of a forward is plotted only for networks that were timed. Where that is not the network of the chosen
+    learning rate, both numbers are of the one that was timed.
     """
     import matplotlib
 
@@ -198,12 +201,12 @@ def plot(tables: dict[Any, list[dict[str, Any]]], folder: Path) -> None:
         if any(row["seconds"] is not None for row in rows):
             _draw(rows, "seconds", "training time (s)", start, folder / f"{start}_seconds.png")
         for mode in modes_of([row for rows in own.values() for row in rows if row["plain"]]):
-            rows, key = _placed(own, mode), f"throughput_{mode.replace('+', '_')}"
+            rows, key = _placed(own, mode), f"forward_{mode.replace('+', '_')}"
             for row in rows:
-                row[key] = row["forwards"][mode].batch / row["forwards"][mode].ms
+                row[key] = row["forwards"][mode].ms
             how = rows[0]["forwards"][mode]
-            label = f"thousand images / s ({how.precision}, batch {how.batch}, {mode})"
-            _draw(rows, key, label, start, folder / f"{start}_{key}.png")
+            label = f"forward of {how.batch} images (ms; {how.precision}, {mode})"
+            _draw(rows, key, label, start, folder / f"{start}_{key}.png", _dense(rows, mode))
 
 
 def _placed(tables: dict[Any, list[dict[str, Any]]], mode: str | None = None) -> list[dict[str, Any]]:
@@ -215,7 +218,25 @@ def _placed(tables: dict[Any, list[dict[str, Any]]], mode: str | None = None) ->
     ]
 
 
-def _draw(rows: list[dict[str, Any]], key: str, label: str, title: str, path: Path) -> None:
+def _dense(rows: list[dict[str, Any]], mode: str) -> list[tuple[str, float, float]]:
+    """Label, time and top-1 of the dense model, as it is and optimised, where both are known."""
+    top1 = next((row["dense_top1"] for row in rows if row["dense_top1"] is not None), None)
+    timings = [row["forwards"][mode] for row in rows]
+    times = {
+        "dense, timm's forward": [one.dense_ms for one in timings if one.dense_ms],
+        "dense, optimised": [one.dense_optimised_ms for one in timings if one.dense_optimised_ms],
+    }
+    return [(name, statistics.median(ms), top1) for name, ms in times.items() if ms and top1 is not None]
+
+
+def _draw(
+    rows: list[dict[str, Any]],
+    key: str,
+    label: str,
+    title: str,
+    path: Path,
+    dense: Sequence[tuple[str, float, float]] = (),
+) -> None:
     import matplotlib.pyplot as plt
 
     usual, best = rows[0], max(row["top1"] for row in rows)
@@ -248,6 +269,8 @@ def _draw(rows: list[dict[str, Any]], key: str, label: str, title: str, path: Pa
         note = other.split(" by ")[0] if key == "seconds" else f"{other} epochs"
         if other not in (usual["length"], usual["target"]):
             ax.annotate(note, (own[-1][key], own[-1]["top1"]), (5, 3), textcoords="offset points", fontsize=7)
+    for (name, x, y), marker in zip(dense, "*P", strict=False):
+        ax.plot([x], [y], marker, color="grey", markersize=9, label=name)
     ax.set(xlabel=label, ylabel="top-1 (%)", title=TITLES.get(title, title))
     if low:
         ax.set_title(f"{ax.get_title()}\n", fontsize=12)

@@ -56,7 +56,7 @@ def test_tables_of_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert "\nvit, 1.8ms by t.json 1234, 15 epochs (gpu)" in same_time
     assert "| hiap | 72.50 |" in same_time and "| taylor | 71.50 |" in same_time
     assert "(ema=0.9)" not in same_time  # it took another time
-    for name in ("macs", "seconds", "throughput_compile", "throughput_graph"):
+    for name in ("macs", "seconds", "forward_compile", "forward_graph"):
         assert Image.open(tmp_path / f"plots/vit_{name}.png").size[0] > 500
     text = tables([record for record in records if record["final"] != "clock"], plots=False)
     assert "| taylor | 50.00 | 0.00 | 1 | 49.90% | 60 s |  | 0.500 ms | 0.001 | 45.00 |" in text  # of the runs

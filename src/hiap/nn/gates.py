@@ -31,6 +31,7 @@ class Gate(nn.Module):
         noise_scale: 1 is the paper's noise, 0 none.
         gradient: where set, every backward pass adds the gradient of the loss in the gate values to it. It tells how
             much the loss leans on a unit, also where the sigmoid is flat and the gradient in the logit vanishes.
+        learned: whether the loss has a gradient in the logits; not where a controller sets them.
     """
 
     noise: Tensor
@@ -46,6 +47,7 @@ class Gate(nn.Module):
         self.temperature = START_TEMPERATURE
         self.noise_scale = 1.0
         self.gradient: Tensor | None = None
+        self.learned = True
 
     def forward(self) -> Tensor:
         """The gate values: relaxed and noisy in training, 0 or 1 in eval. (*shape)"""

@@ -139,9 +139,9 @@ class Ahead:
 class ScaledWeights(torch.autograd.Function):
     """The weights and biases of layers under their gates, with one node in the graph.
 
-    Gradients of gate values go to the logits and, where it is set, are added to `Gate.gradient`. What a backward pass
-    needs is kept beside autograd's saved tensors: gradient checkpointing would look for it in every repeated forward
-    pass, but weights that were scaled ahead are not scaled again.
+    Gradients of gate values go to the logits that are learned and, where it is set, are added to `Gate.gradient`. What
+    a backward pass needs is kept beside autograd's saved tensors: gradient checkpointing would look for it in every
+    repeated forward pass, but weights that were scaled ahead are not scaled again.
 
     Args:
         layout: of all layers.
@@ -196,15 +196,16 @@ class ScaledWeights(torch.autograd.Function):
         found = layout.gradients(ctx.values, ctx.inputs, ctx.outputs, product, bias_product)
         heard: list[tuple[Tensor, Tensor]] = []
         for kind in layout.kinds:
-            gradient, learned = found[kind].flatten(1), [None] * count
+            own, gradient = [gates[kind] for gates in ctx.gates], found[kind].flatten(1)
+            learned: list[Tensor | None] = [None] * count
             if kind in ctx.temperatures:  # where the gates are in training
-                own = [gates[kind].gradient for gates in ctx.gates]
                 parts = zip(own, gradient.unbind(), passed, strict=True)
-                heard += [(total, part) for total, part, yes in parts if yes and total is not None]
-                if any(needed[len(to_tensors) :][:count]):
+                heard += [(gate.gradient, part) for gate, part, yes in parts if yes and gate.gradient is not None]
+                if any(needed[len(to_tensors) :][:count]) and any(gate.learned for gate in own):
                     z = ctx.values[kind].flatten(1)
                     slopes = z * (1 - z) / ctx.temperatures[kind]
-                    learned = [to if yes else None for to, yes in zip(gradient * slopes, passed, strict=True)]
+                    parts = zip(own, (gradient * slopes).unbind(), passed, strict=True)
+                    learned = [part if yes and gate.learned else None for gate, part, yes in parts]
             to_tensors += learned
         if heard:
             torch._foreach_add_(*map(list, zip(*heard, strict=True)))

@@ -50,7 +50,7 @@ def ranked(peer: Peer, loss: Callable[[nn.Module, Tensor, Tensor], Tensor], nois
     hiap.set_gates(gated.train(), temperature=2.0 if noisy else 1.0, noise_scale=float(noisy))
     torch.manual_seed(0)
     for x, y in peer.batches():
-        torch.autograd.grad(loss(gated, x, y), [gate.logit for gate in controller.all_gates])
+        torch.autograd.grad(loss(gated, x, y), [gate.logit for gate in controller.all_gates], allow_unused=True)
         controller.observe()
     return hiap.extract(peer.dense, controller.decide(), peer.config.round_to)
 

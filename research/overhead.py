@@ -40,7 +40,7 @@ def step_of(kind: str, name: str, batch: int, device: torch.device) -> tuple[Cal
         controller.observe()
     if kind == "compact":
         model, controller = hiap.extract(model, controller.decide()).train(), None
-    optimizer = create_optimizer_v2(hiap.parameter_groups(model), opt="adamw", lr=1e-4)
+    optimizer = create_optimizer_v2(hiap.weight_groups(model), opt="adamw", lr=1e-4)
     x = torch.randn(batch, 3, 224, 224, device=device)
     y = torch.randint(0, 1000, (batch,), device=device)
     count = 0

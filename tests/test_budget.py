@@ -293,6 +293,9 @@ def test_the_importance_is_the_squared_gate_gradient() -> None:
     model = hiap.attach(make(**SMALL), ALL).train()
     controller = Controller(model, hiap.MacCost(model), 0.5 * hiap.macs(make(**SMALL)))
     x = images(model)
+    assert not any(gate.learned for gate in hiap.gates(model))
+    for gate in hiap.gates(model):
+        gate.learned = True
     model(x).square().sum().backward()
     for gate in hiap.gates(model):  # dL/dlogit = dL/dz * z (1 - z) / temperature
         z = gate().detach().flatten()

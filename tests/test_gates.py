@@ -122,16 +122,13 @@ def test_closed_gates_make_no_denormal_numbers() -> None:
     model(images(model).float())
     layers = [module for module in model.modules() if isinstance(module, GatedLinear)]
     scales = torch.cat(
-        [
-            layer.layout.scales({k: g.values()[0][None] for k, g in layer.by_kind().items()})[2].flatten()
-            for layer in layers
-        ]
+        [layer.layout.scales({k: g()[None] for k, g in layer.by_kind().items()})[2].flatten() for layer in layers]
     )
     exact = [torch.sigmoid((g.logit.detach().double() + g.noise.double()) / 0.05) for g in hiap.gates(model)]
     assert min(float(z.min()) for z in exact) < 1e-30 and (scales == 0).any()
     assert not ((scales != 0) & (scales < 1e-20)).any()
     for gate, z in zip(hiap.gates(model), exact, strict=True):
-        torch.testing.assert_close(gate.values()[0].double().flatten(), z, atol=1e-6, rtol=0)
+        torch.testing.assert_close(gate().double().flatten(), z, atol=1e-6, rtol=0)
 
 
 def test_dense_checkpoints_load_into_gated_models_and_back() -> None:

@@ -52,7 +52,7 @@ def outcome(model: nn.Module, x: Tensor) -> list[Tensor | None]:
         gate.gradient.zero_()
     logits = model(x)
     logits.float().square().sum().backward()
-    return [logits, *(p.grad for p in model.parameters()), *(gate.gradient for gate in hiap.gates(model))]
+    return [logits, *(p.grad for p in model.parameters()), *(gate.gradient.clone() for gate in hiap.gates(model))]
 
 
 def one_by_one(monkeypatch: pytest.MonkeyPatch, call: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
@@ -192,6 +192,18 @@ def test_frozen_weights_and_logits_stay_without_gradients() -> None:
     model(images(model)).square().sum().backward()
     assert frozen.weight.grad is None and layers(model)[2].weight.grad is not None
     assert all(gate.logit.grad is None and gate.gradient.abs().sum() > 0 for gate in hiap.gates(model))
+
+
+def test_logits_that_a_controller_sets_get_no_gradient() -> None:
+    model = gated()
+    expected = outcome(model, images(model))
+    for gate in hiap.gates(model):
+        gate.learned = False
+    logits = {id(gate.logit) for gate in hiap.gates(model)}
+    found = outcome(model, images(model))
+    parameters = [None, *model.parameters(), *(None for _ in logits)]
+    for tensor, a, b in zip(parameters, found, expected, strict=True):
+        assert a is None if id(tensor) in logits else torch.equal(a, b)
 
 
 def test_weights_changed_before_the_backward_pass_are_noticed() -> None:

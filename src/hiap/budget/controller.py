@@ -44,8 +44,9 @@ class Controller:
         cost: of the network; its `block` counts a block of given widths exactly.
         target: absolute, in the unit of the cost.
         ratio: macro to micro. Units of a kind give way as if their cost were multiplied by its part; 0 protects a kind.
-        mode: "importance" values a unit by its squared gate gradient and sets the logits; "gradient" leaves them to the
-            optimiser, shifts them down together, and takes them for the value of a unit per cost.
+        mode: "importance" values a unit by its squared gate gradient and sets the logits, which get no gradient of the
+            loss; "gradient" leaves them to the optimiser, shifts them down together, and takes them for the value of a
+            unit per cost.
         window: observations the importance is averaged over.
         origin: widths of the dense model, which the floors are shares of, where the model is a pruned one.
 
@@ -92,6 +93,8 @@ class Controller:
         self.importance = torch.zeros(size, device=device)
         self.observations = 0
         self.listen(mode == "importance")
+        for gate in self.all_gates:
+            gate.learned = mode == "gradient"
         self.widths = [site.widths for site in self.sites]
         self.dense_cost = cost.of_widths(model, self.widths)
         movable = [{kind for kind in kinds if self.weight[kind]} for kinds in self.kinds]

@@ -7,13 +7,14 @@ the size of the weight is nothing next to a pass over (batch, tokens, features),
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import chain
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hiap.nn.gates import Drawn, Gate, relaxed
+from hiap.nn.gates import Gate
 from hiap.nn.granularities import OLD_NAMES
 from hiap.nn.scaling import Ahead, Layout, ScaledWeights
 
@@ -40,6 +41,7 @@ class GatedLinear(nn.Linear):
         shape = (linear.out_features, linear.in_features)
         self.layout = Layout(tuple(gates), tuple(units), pairs, shape, linear.bias is not None)
         self.gates = nn.ModuleDict(gates).train(linear.training)
+        self._by_kind = dict(gates)  # a ModuleDict is slow to look into
         self.ahead = Ahead()
 
     def plain(self) -> nn.Linear:
@@ -57,7 +59,7 @@ class GatedLinear(nn.Linear):
 
     def by_kind(self) -> dict[str, Gate]:
         """The gates by granularity."""
-        return {kind: gate for kind, gate in self.gates.items() if isinstance(gate, Gate)}
+        return self._by_kind
 
     def train(self, mode: bool = True) -> GatedLinear:
         self.ahead.clear()
@@ -69,52 +71,53 @@ class GatedLinear(nn.Linear):
         return self
 
     def forward(self, input: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and (weight := self._scaled_ahead()) is not None:
+            return F.linear(input, weight, self.bias if self.ahead.bias is None else self.ahead.bias)
         gates = self.by_kind()
-        if not any(gate.training for gate in gates.values()):
-            _, outputs, scale = self.layout.scales({kind: gate().unsqueeze(0) for kind, gate in gates.items()})
-            bias: Tensor | None = self.bias
-            if self.layout.scales_bias and outputs is not None:
-                bias = (self.bias * outputs.flatten()).to(self.bias.dtype)
-            return F.linear(input, (self.weight * scale.squeeze(0)).to(self.weight.dtype), bias)
-        weight = None if torch.compiler.is_compiling() else self._scaled_ahead()
-        return F.linear(input, *(scaled_weights([self])[0] if weight is None else (weight, self.ahead.bias)))
+        bias: Tensor | None = self.bias
+        if any(gate.training for gate in gates.values()):
+            weight, *scaled = scaled_weights({self: self.tensors()})
+            return F.linear(input, weight, scaled[0] if scaled else bias)
+        _, outputs, scale = self.layout.scales({kind: gate().unsqueeze(0) for kind, gate in gates.items()})
+        if self.layout.scales_bias and outputs is not None:
+            bias = (self.bias * outputs.flatten()).to(self.bias.dtype)
+        return F.linear(input, (self.weight * scale.squeeze(0)).to(self.weight.dtype), bias)
 
     def tensors(self) -> list[Tensor]:
         """What the weight under the gates is computed from: the weight, the bias where it is scaled, the logits."""
-        logits = [gate.logit for gate in self.by_kind().values()]
-        return [self.weight, *([self.bias] if self.layout.scales_bias else []), *logits]
+        logits = [gate.logit for gate in self._by_kind.values()]
+        return [self.weight, self.bias, *logits] if self.layout.scales_bias else [self.weight, *logits]
 
-    def state(self) -> Any:
+    def state(self, tensors: Sequence[Tensor]) -> Any:
         """What the weight under the gates depends on."""
-        gates = [(gate.logit._version, gate.temperature) for gate in self.by_kind().values()]
-        bias = None if self.bias is None else self.bias._version
-        weight = id(self.weight), self.weight.data_ptr(), self.weight._version
-        return weight, bias, _autocast_dtype(self.weight), gates
+        versions = [(id(tensor), tensor._version) for tensor in tensors]
+        gates = [(gate.temperature, gate.training) for gate in self._by_kind.values()]
+        return tensors[0].data_ptr(), _autocast_dtype(tensors[0]), versions, gates
 
     def _scaled_ahead(self) -> Tensor | None:
         """The weight that was scaled ahead; None if this forward pass needs one of its own."""
         ahead, grad = self.ahead, torch.is_grad_enabled()
         ahead.used = True
-        if ahead.weight is None or ahead.state != self.state():
+        if ahead.weight is None or ahead.state != self.state(self.tensors()):
             return None
         if torch._C._current_graph_task_id() == -1:  # not repeated inside a backward pass
             ahead.recorded = grad and not ahead.spent
         return ahead.weight if not grad or (ahead.recorded and ahead.weight.requires_grad) else None
 
 
-def scaled_weights(layers: Sequence[GatedLinear], ahead: bool = False) -> list[tuple[Tensor, Tensor | None]]:
-    """Weight and bias of layers of one layout under their gates in training.
+def scaled_weights(layers: dict[GatedLinear, list[Tensor]], ahead: bool = False) -> tuple[Tensor, ...]:
+    """All weights, then all biases where gates scale them, of layers of one layout under their gates in training.
 
     Args:
-        ahead: keep them for the forward pass that comes, with the dtype that autocast would give them.
+        layers: with their tensors.
+        ahead: they are for the forward pass that comes, with the dtype that autocast would give them.
     """
-    layout, gates = layers[0].layout, [layer.by_kind() for layer in layers]
-    tensors = [tensor for column in zip(*(layer.tensors() for layer in layers), strict=True) for tensor in column]
-    dtype = _autocast_dtype(layers[0].weight) if ahead else None
+    first, *_ = layers
+    dtype = _autocast_dtype(layers[first][0]) if ahead else None
     kept = [layer.ahead for layer in layers] if ahead else []
-    results = ScaledWeights.apply(layout, gates, dtype, kept, *tensors)
-    biases = results[len(layers) :] or [layer.bias for layer in layers]
-    return list(zip(results[: len(layers)], biases, strict=True))
+    tensors = chain.from_iterable(zip(*layers.values(), strict=True))
+    gates = [layer.by_kind() for layer in layers]
+    return cast("tuple[Tensor, ...]", ScaledWeights.apply(first.layout, gates, dtype, kept, *tensors))
 
 
 def _autocast_dtype(weight: Tensor) -> torch.dtype | None:
@@ -159,37 +162,33 @@ class NoiseSource:
 
     def scale_ahead(self) -> None:
         """Scale the weights of the coming forward pass, unless nothing used the last ones (a compiled model's)."""
-        groups: dict[Any, list[GatedLinear]] = {}
+        groups: dict[Any, dict[GatedLinear, list[Tensor]]] = {}
         for layer in self.layers:
-            if layer.ahead.used and all(gate.training and gate.drawn is not None for gate in layer.by_kind().values()):
-                learns = any(tensor.requires_grad for tensor in layer.tensors())
-                groups.setdefault((layer.layout, layer.weight.dtype, layer.weight.device, learns), []).append(layer)
+            gates = layer.by_kind().values()
+            if layer.ahead.used and all(gate.training for gate in gates):
+                weight, *others = tensors = layer.tensors()
+                learns = weight.requires_grad or any(tensor.requires_grad for tensor in others)
+                temperatures = tuple([gate.temperature for gate in gates])
+                key = layer.layout, weight.dtype, weight.device, learns, temperatures
+                groups.setdefault(key, {})[layer] = tensors
         for group in groups.values():
             if len(group) > 1:
-                for layer, (weight, bias) in zip(group, scaled_weights(group, ahead=True), strict=True):
-                    layer.ahead.weight, layer.ahead.bias, layer.ahead.state = weight, bias, layer.state()
-                    layer.ahead.used = False
+                results = scaled_weights(group, ahead=True)
+                weights, biases = results[: len(group)], results[len(group) :] or [None] * len(group)
+                for (layer, tensors), weight, bias in zip(group.items(), weights, biases, strict=True):
+                    ahead = layer.ahead
+                    ahead.weight, ahead.bias, ahead.state, ahead.used = weight, bias, layer.state(tensors), False
 
     @torch.no_grad()
     def draw(self) -> None:
         for layer in self.layers:
             layer.ahead.clear()
-        first = self.gates[0].logit
-        generator = torch.Generator(first.device).manual_seed((self.seed * 1_000_003 + self.draws) % 2**63)
+        kept = [gate.noise for gate in self.gates]
+        sizes, dtype, device = [noise.numel() for noise in kept], kept[0].dtype, kept[0].device
+        generator = torch.Generator(device).manual_seed((self.seed * 1_000_003 + self.draws) % 2**63)
         self.draws += 1
-        sizes = [gate.logit.numel() for gate in self.gates]
-        noise = torch.rand(sum(sizes), generator=generator, dtype=first.dtype, device=first.device)
-        tiny = torch.finfo(first.dtype).eps
-        noise = noise.clamp_(tiny, 1 - tiny).logit_()
-        scales, temperatures = {gate.noise_scale for gate in self.gates}, {gate.temperature for gate in self.gates}
-        alike = len(scales) == len(temperatures) == 1 and all(gate.logit.device == first.device for gate in self.gates)
-        if alike:  # the usual case: one operation for all gates
-            noise.mul_(scales.pop())
-            temperature = temperatures.pop()
-            z = relaxed(torch.cat([gate.logit for gate in self.gates]) + noise, temperature)
-            slopes = torch.split(z * (1 - z) / temperature, sizes)
-            for gate, values, slope in zip(self.gates, torch.split(z, sizes), slopes, strict=True):
-                gate.drawn = Drawn(values, slope, (gate.logit._version, temperature))
-        for gate, part in zip(self.gates, torch.split(noise, sizes), strict=True):
-            gate.noise = part if alike else part.to(gate.logit.device) * gate.noise_scale
-            gate.drawn = gate.drawn if alike else None
+        tiny = torch.finfo(dtype).eps
+        noise = torch.rand(sum(sizes), generator=generator, dtype=dtype, device=device).clamp_(tiny, 1 - tiny).logit_()
+        parts = torch.split(noise, sizes)
+        torch._foreach_mul_(parts, [gate.noise_scale for gate in self.gates])
+        torch._foreach_copy_(kept, parts)

@@ -9,26 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["START_LOGIT", "Drawn", "Gate", "relaxed"]
+__all__ = ["START_LOGIT", "Gate", "values"]
 
 START_LOGIT = 5.0  # p = 0.993: open, and near enough to the slope of the sigmoid to learn
 START_TEMPERATURE = 2.0
 CLOSED = 1e-8  # a gate value below it is 0
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """The values and slopes of a gate in the present draw, with what they were computed from."""
-
-    values: Tensor
-    slopes: Tensor
-    key: tuple[int, float]
 
 
 class Gate(nn.Module):
@@ -41,6 +31,7 @@ class Gate(nn.Module):
         noise_scale: 1 is the paper's noise, 0 none.
         gradient: where set, every backward pass adds the gradient of the loss in the gate values to it. It tells how
             much the loss leans on a unit, also where the sigmoid is flat and the gradient in the logit vanishes.
+        learned: whether the loss has a gradient in the logits; not where a controller sets them.
     """
 
     noise: Tensor
@@ -56,24 +47,11 @@ class Gate(nn.Module):
         self.temperature = START_TEMPERATURE
         self.noise_scale = 1.0
         self.gradient: Tensor | None = None
-        self.drawn: Drawn | None = None
+        self.learned = True
 
     def forward(self) -> Tensor:
         """The gate values: relaxed and noisy in training, 0 or 1 in eval. (*shape)"""
-        if not self.training:
-            return self.hard().to(self.logit.dtype)
-        return relaxed(self.logit + self.noise, self.temperature).view(self.shape)
-
-    @torch.no_grad()
-    def values(self) -> tuple[Tensor, Tensor | None]:
-        """The gate values without their graph, and their slope in the logits (None in eval). Each (*shape)"""
-        if not self.training:
-            return self(), None
-        drawn = self.drawn
-        if drawn is not None and drawn.key == (self.logit._version, self.temperature):
-            return drawn.values.view(self.shape), drawn.slopes.view(self.shape)
-        z = self()
-        return z, z * (1 - z) / self.temperature
+        return values([self])[0]
 
     def probability(self) -> Tensor:
         """The expected hard gate, differentiable. (*shape)"""
@@ -94,14 +72,17 @@ class Gate(nn.Module):
             return moved if moved.dtype.itemsize >= 4 else tensor.to(moved.device)
 
         super()._apply(wide, recurse)  # type: ignore[no-untyped-call]
-        self.drawn = None
         return self
 
 
-def relaxed(noisy: Tensor, temperature: float) -> Tensor:
-    """The gate values of noisy logits (paper, eq. 6).
+def values(gates: Sequence[Gate]) -> Tensor:
+    """The values of gates of one shape, mode and temperature (paper, eq. 6). (gates, *shape)
 
     Next to nothing is nothing: at low temperatures closed gates would else make denormal numbers of the weights, which
     CPUs multiply 30 times slower.
     """
-    return F.threshold(torch.sigmoid(noisy / temperature), CLOSED, 0.0)
+    first = gates[0]
+    if not first.training:
+        return torch.stack([gate.hard() for gate in gates]).to(first.logit.dtype)
+    noisy = torch.stack([gate.logit for gate in gates]) + torch.stack([gate.noise for gate in gates])
+    return F.threshold(torch.sigmoid(noisy / first.temperature), CLOSED, 0.0).view(-1, *first.shape)

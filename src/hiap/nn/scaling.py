@@ -9,12 +9,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hiap.nn.gates import Gate
+from hiap.nn.gates import Gate, values
 from hiap.nn.rotary import by_dim, by_pair
 
 __all__ = ["Ahead", "Layout", "ScaledWeights"]
@@ -42,7 +43,7 @@ class Layout:
     shape: tuple[int, ...]
     bias: bool
 
-    @property
+    @cached_property
     def scales_bias(self) -> bool:
         return self.bias and any(kind in WHOLE or kind == "qk_dim" for kind in self.kinds)
 
@@ -138,9 +139,9 @@ class Ahead:
 class ScaledWeights(torch.autograd.Function):
     """The weights and biases of layers under their gates, with one node in the graph.
 
-    Gradients of gate values go to the logits and, where it is set, are added to `Gate.gradient`. What a backward pass
-    needs is kept beside autograd's saved tensors: gradient checkpointing would look for it in every repeated forward
-    pass, but weights that were scaled ahead are not scaled again.
+    Gradients of gate values go to the logits that are learned and, where it is set, are added to `Gate.gradient`. What
+    a backward pass needs is kept beside autograd's saved tensors: gradient checkpointing would look for it in every
+    repeated forward pass, but weights that were scaled ahead are not scaled again.
 
     Args:
         layout: of all layers.
@@ -161,10 +162,8 @@ class ScaledWeights(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         count = len(gates)
         weights, biases = tensors[:count], tensors[count : 2 * count] if layout.scales_bias else ()
-        values = {kind: [own[kind].values() for own in gates] for kind in layout.kinds}
-        ctx.values = {kind: stacked([z for z, _ in found]) for kind, found in values.items()}
-        slopes = {kind: [slope for _, slope in found if slope is not None] for kind, found in values.items()}
-        ctx.slopes = {kind: stacked(found) for kind, found in slopes.items() if found}  # none in eval
+        ctx.values = {kind: values([own[kind] for own in gates]) for kind in layout.kinds}
+        ctx.temperatures = {kind: gate.temperature for kind, gate in gates[0].items() if gate.training}
         ctx.inputs, ctx.outputs, ctx.scale = layout.scales(ctx.values)
         ctx.layout, ctx.gates, ctx.weights, ctx.biases = layout, gates, weights, biases
         ctx.ahead = [weakref.ref(one) for one in ahead]  # which hold the results, and so this node
@@ -182,10 +181,10 @@ class ScaledWeights(torch.autograd.Function):
         if ctx.versions != [tensor._version for tensor in (*ctx.weights, *ctx.biases)]:
             raise RuntimeError("weights under gates were modified in place between the forward and the backward pass")
         layout: Layout = ctx.layout
-        count, scale = len(ctx.weights), ctx.scale
+        count, scale, needed = len(ctx.weights), ctx.scale, ctx.needs_input_grad[4:]
         weight, grad = stacked(ctx.weights), _gradient(grads[:count], ctx.weights)
         to_tensors: list[Tensor | None] = [None] * count
-        if any(ctx.needs_input_grad[4 : 4 + count]):
+        if any(needed[:count]):
             to_tensors = list((grad * scale).to(weight.dtype).unbind())
         product, bias_product = grad.to(scale.dtype) * weight, None
         if ctx.biases:
@@ -195,18 +194,21 @@ class ScaledWeights(torch.autograd.Function):
         to_tensors = [to if grad is not None else None for to, grad in zip(to_tensors, grads, strict=True)]
         passed = [any(grad is not None for grad in grads[i::count]) for i in range(count)]  # others were left out
         found = layout.gradients(ctx.values, ctx.inputs, ctx.outputs, product, bias_product)
+        heard: list[tuple[Tensor, Tensor]] = []
         for kind in layout.kinds:
-            gradient, own, slopes = found[kind].flatten(1), [gates[kind] for gates in ctx.gates], ctx.slopes.get(kind)
-            needed = ctx.needs_input_grad[4 + len(to_tensors) :][:count]
-            parts = zip(own, gradient.unbind(), passed, strict=True)
-            heard = [(gate.gradient, part) for gate, part, yes in parts if yes and gate.gradient is not None]
-            if heard and slopes is not None:
-                torch._foreach_add_(*map(list, zip(*heard, strict=True)))
-            if slopes is not None and any(needed):
-                learned = (gradient * slopes.flatten(1)).to(own[0].logit.dtype).unbind()
-                to_tensors += [part if yes else None for part, yes in zip(learned, passed, strict=True)]
-            else:
-                to_tensors += [None] * count
+            own, gradient = [gates[kind] for gates in ctx.gates], found[kind].flatten(1)
+            learned: list[Tensor | None] = [None] * count
+            if kind in ctx.temperatures:  # where the gates are in training
+                parts = zip(own, gradient.unbind(), passed, strict=True)
+                heard += [(gate.gradient, part) for gate, part, yes in parts if yes and gate.gradient is not None]
+                if any(needed[len(to_tensors) :][:count]) and any(gate.learned for gate in own):
+                    z = ctx.values[kind].flatten(1)
+                    slopes = z * (1 - z) / ctx.temperatures[kind]
+                    parts = zip(own, (gradient * slopes).unbind(), passed, strict=True)
+                    learned = [part if yes and gate.learned else None for gate, part, yes in parts]
+            to_tensors += learned
+        if heard:
+            torch._foreach_add_(*map(list, zip(*heard, strict=True)))
         for one in ctx.ahead:
             if (ahead := one()) is not None:
                 ahead.spent = True

@@ -168,10 +168,10 @@ class Search(Phase):
         if not isinstance(objective, FeatureObjective) or controller is None or controller.mode != "importance":
             return super().terms(model, x, target, share)
         terms, probe = objective.terms_and_probe(model, x)
-        scaler, gates_of = self.context.accelerator.scaler, controller.all_gates
+        scaler, logits = self.context.accelerator.scaler, [gate.logit for gate in controller.all_gates]
         scale = scaler.get_scale() if scaler is not None else 1.0
         controller.listen(True)
-        torch.autograd.grad(probe * (scale * share**0.5), [gate.logit for gate in gates_of], retain_graph=True)
+        torch.autograd.grad(probe * (scale * share**0.5), logits, retain_graph=True, allow_unused=True)
         controller.listen(False)
         return terms | self.penalties()
 

@@ -57,12 +57,12 @@ def main() -> None:
     cost = LatencyCost(run.dense, table)
     dense = cost.outside + cost.dense
     least = controller(dense * 0.999)
-    least.restore(torch.where(least._by_measure, 0.0, squared), BATCHES)
+    least.restore(torch.where(least.by_measure, 0.0, squared), BATCHES)
     least.measure(lambda: loss_of(least.model))
     names = [name for name, module in least.model.named_modules() if any(module is gate for gate in least.measured)]
     print("growth of the loss without a branch, squared gradient of its gate")
     for name, *values in zip(
-        names, least.importance[least._by_measure].tolist(), squared[least._by_measure].tolist(), strict=True
+        names, least.importance[least.by_measure].tolist(), squared[least.by_measure].tolist(), strict=True
     ):
         print(f"  {name:32} {values[0]:8.4f} {values[1]:.2e}", flush=True)
     print("target, branches by, loss, top-1, widths (heads, q/k dims, value dims, neurons)")

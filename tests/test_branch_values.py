@@ -98,6 +98,6 @@ def test_a_search_by_time_goes_on_where_it_was_interrupted(objective: str, tmp_p
 
     run("whole")
     measured = run("stopped", stop=13).phase.controller
-    assert measured.importance[measured._by_measure].any()
+    assert measured.importance[measured.by_measure].any()
     run("stopped")
     assert same(tmp_path / "whole", tmp_path / "stopped")

@@ -54,6 +54,7 @@ class Controller:
         widths: padded widths of the blocks at the last projection.
         measured: the gates of whole branches, where these are valued by `measure`: with "importance" and a cost of
             which a narrow branch has nearly as much as a wide one.
+        by_measure: which of all values these are.
 
     Raises:
         BudgetError: the target is out of reach; the message has the range.
@@ -103,7 +104,7 @@ class Controller:
         whole = {id(gate) for kinds in self.kinds for kind, gate in kinds.items() if measurable and kind in WHOLE}
         self.measured = [gate for gate in self.all_gates if id(gate) in whole]
         masks = [torch.full_like(gate.logit, id(gate) in whole, dtype=torch.bool) for gate in self.all_gates]
-        self._by_measure = torch.cat(masks)
+        self.by_measure = torch.cat(masks)
         self.low = self.allocation.least
         if not self.low <= target < self.dense_cost:
             raise BudgetError(
@@ -129,7 +130,7 @@ class Controller:
         gradient = reduce(self.gradient / scale)
         self.observations += 1
         found = gradient.square()
-        kept = self._by_measure | ~found.isfinite().all()  # no look at the device
+        kept = self.by_measure | ~found.isfinite().all()  # no look at the device
         found = torch.where(kept, self.importance, found)
         self.importance.lerp_(found, 1 / min(self.observations, self.window))
         self.gradient.zero_()
@@ -150,10 +151,10 @@ class Controller:
             gate.logit.copy_(torch.where(logit > 0, -LIMIT, LIMIT))
             found.append((loss() - now) * torch.where(logit > 0, 1.0, -1.0))
             gate.logit.copy_(logit)
-        known = self.importance[self._by_measure]
+        known = self.importance[self.by_measure]
         grown = torch.cat(found).to(known).clamp(min=0)
         averaged = torch.where(known > 0, (known + grown) / 2, grown)
-        self.importance[self._by_measure] = torch.where(grown.isfinite(), averaged, known)
+        self.importance[self.by_measure] = torch.where(grown.isfinite(), averaged, known)
 
     def restore(self, importance: Tensor, observations: int) -> None:
         """Take up the state of an earlier controller; the logits come with the model."""

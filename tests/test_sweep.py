@@ -26,7 +26,7 @@ from hiap.cli.sweep_command import planned_runs
 from hiap.errors import InputError, RunError
 from hiap.sweep import starting
 from hiap.sweep.grid import run_name
-from hiap.sweep.starting import OUTPUT, Here, OnRay, Starter
+from hiap.sweep.starting import OUTPUT, Here, OnRay, Starter, _run_there
 from hiap.sweep.summary import front
 from hiap.sweep.sweep_folder import SweepFolder
 from hiap.sweep.sweeping import run_sweep, time_again, write_summary
@@ -43,7 +43,8 @@ folder = pathlib.Path(sys.argv[1])
 share = int(folder.name.removeprefix("target=").removesuffix("%")) / 100
 print("begun", flush=True)
 if (folder.parent / "wait").exists():
-    signal.signal(signal.SIGTERM, lambda *rest: sys.exit("saved"))
+    saving = float(os.environ.get("STAND_IN_SAVING", "0"))
+    signal.signal(signal.SIGTERM, lambda *rest: (time.sleep(saving), sys.exit("saved")))
     (folder / "waiting").touch()
     time.sleep(60)
 if (folder.parent / f"broken {folder.name}").exists():
@@ -204,6 +205,27 @@ def test_a_signal_lets_every_run_save_and_the_sweep_goes_on_later(
     (tmp_path / "wait").unlink()
     folder, _ = swept(tmp_path)
     assert [one.state for one in folder.members] == ["finished"] * 3
+
+
+def test_a_run_saves_however_often_it_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAND_IN_SAVING", "1")
+    (tmp_path / "wait").touch()
+    (folder := tmp_path / "target=60%").mkdir()
+
+    def cancel() -> None:
+        until(lambda: (folder / "waiting").exists())
+        for _ in range(3):  # the second and the third come while it saves
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            time.sleep(0.25)
+
+    canceller = threading.Thread(target=cancel)
+    canceller.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _run_there(stand_in(str(folder)), str(folder), str(tmp_path))
+    finally:
+        canceller.join()
+    assert (folder / OUTPUT).read_text() == "begun\nsaved\n"
 
 
 @pytest.mark.slow

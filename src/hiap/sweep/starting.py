@@ -200,13 +200,19 @@ def _run_there(command: list[str], folder: str, home: str) -> Outcome:
         )
     begun = _size(path)
     process = _popen([sys.executable, *command[1:]], path, {}, home)
-    try:
-        while process.poll() is None:  # Ray cancels a task with KeyboardInterrupt, which a wait would not notice
-            time.sleep(0.2)
-    except BaseException:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
-        raise
+    cancelled: BaseException | None = None
+    asked = False
+    while process.returncode is None:  # Ray cancels a task with KeyboardInterrupt, sometimes with several
+        try:
+            if cancelled is not None and not asked:
+                process.send_signal(signal.SIGTERM)
+                asked = True
+            while process.poll() is None:  # a wait would not notice it
+                time.sleep(0.2)
+        except BaseException as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
     return _outcome(process.returncode, path, begun)
 
 

@@ -12,6 +12,7 @@ prints their loss and top-1 on the held-out tenth.
 import argparse
 import copy
 import tempfile
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -44,7 +45,7 @@ def main() -> None:
         run = Peer(config, Path(folder, "run"), data, lambda peer: peer.dense)
         run.network()
     squared = observed(run, KINDS).importance
-    learned = [batch for _, batch in zip(range(-(-data.val_size // config.batch_size)), run.batches(), strict=False)]
+    learned = list(islice(run.batches(), -(-data.val_size // config.batch_size)))
 
     def controller(target: float) -> Controller:
         gated = hiap.attach(copy.deepcopy(run.dense), KINDS, logit=8.0).eval()

@@ -80,6 +80,18 @@ def pruned_twice(model: nn.Module, data: ByteData, folder: Path, stop: int = 3, 
     return whole, run("stopped", None).go()
 
 
+def go(run: Run, stop: int | None = None) -> Run:
+    """Train to the end, or to a step at which Ctrl-C is pressed."""
+    step = run.train_step
+    run.train_step = lambda *batch: (signalled(run, stop), step(*batch))[1]
+    if stop is None:
+        run.go()
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            run.go()
+    return run
+
+
 def signalled(run: Run, step: int | None) -> None:
     if step is not None and run.phase.step + 1 == step:
         run.signals.number = signal.SIGINT

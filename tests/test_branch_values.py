@@ -14,7 +14,7 @@ from hiap.models.registry import sites
 from hiap.pruning.attach import gates_by_block
 from hiap.training.config import read_config
 from hiap.training.loop import Run
-from runs import same, signalled
+from runs import go, same
 from test_budget import observed
 from test_gates import ALL
 from test_latency import MODEL, SHAPE, hard, synthetic
@@ -86,15 +86,7 @@ def test_a_search_by_time_goes_on_where_it_was_interrupted(objective: str, tmp_p
     given |= {"target": "1.4x", "cost": str(tmp_path / "t.json"), "checkpoint_every": 5, "objective": objective}
 
     def run(name: str, stop: int | None = None) -> Run:
-        run = Run(read_config("digits", given), tmp_path / name, (tmp_path / name).exists())
-        step = run.train_step
-        run.train_step = lambda *batch: (signalled(run, stop), step(*batch))[1]
-        if stop is None:
-            run.go()
-        else:
-            with pytest.raises(KeyboardInterrupt):
-                run.go()
-        return run
+        return go(Run(read_config("digits", given), tmp_path / name, (tmp_path / name).exists()), stop)
 
     run("whole")
     measured = run("stopped", stop=13).phase.controller

@@ -19,7 +19,7 @@ from hiap.training.plan import plan
 from hiap.training.progress import clock, epoch_line
 from hiap.training.schedule import dense_rate, pruning_rate
 from hiap.training.setup import Setup
-from runs import TINY, noise_data, same, signalled, tiny, weights
+from runs import TINY, go, noise_data, same, tiny, weights
 
 CPU = torch.device("cpu")
 
@@ -192,13 +192,7 @@ class TestModelsAndDataOfOnesOwn:
             data = hiap.LoaderData(*loaders, classes=10)
             run = Run(tiny(batch_size=0, epochs=2), tmp_path / name, (tmp_path / name).exists(), data=data)
             assert run.config.batch_size == 16 and run.parts.per_epoch == 6
-            step = run.train_step
-            run.train_step = lambda *batch: (signalled(run, stop), step(*batch))[1]
-            if stop is None:
-                run.go()
-            else:
-                with pytest.raises(KeyboardInterrupt):
-                    run.go()
+            go(run, stop)
 
         run("whole")
         run("stopped", stop=8)

@@ -26,7 +26,7 @@ record with the epochs up to it, whose `set` names the sizes before it: `after=7
 
 `clock` and `speed` measure time and need the device to themselves. `clock` times training steps of each method; once
 there is such a record, tables and plots show no other training times. `speed` times a forward of the pruned networks
-of all `--seeds` side by side, compiled.
+of all `--seeds` side by side: with `--cost` as the table was measured, else compiled where there is a GPU.
 
 `batch` runs a list of such commands, one on each line, several at a time. Commands below a line `wait` start when all
 above it have finished. `table` prints tables and draws plots. Torch-Pruning's methods need `torch-pruning`, plots need
@@ -38,7 +38,6 @@ import copy
 import os
 import shlex
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -63,13 +62,11 @@ from bookkeeping import (
     write,
 )
 from checks import check
+from forwards import Forward
 from hiap.budget.controller import BudgetError
+from hiap.budget.latency import LatencyTable
 from hiap.data.sources import ByteData
-from hiap.models.registry import family_of, sites
-from hiap.speed.bench import runner
-from hiap.speed.clock import precision, timings
-from hiap.speed.fused import hindrance
-from hiap.speed.inference import optimize
+from hiap.models.registry import sites
 from hiap.training.config import Config, read_config
 from hiap.training.schedule import projection_interval
 from hiap.training.setup import dense_model, load_data
@@ -209,40 +206,27 @@ def clock(options: argparse.Namespace) -> None:
 
 
 def speed(options: argparse.Namespace) -> None:
-    """Time a forward of every method's networks, side by side with the dense model, optimised and compiled.
-
-    Networks run on fused kernels where these are available.
-    """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    name, mode, batch = ("bf16", "compile+graph", 256) if device.type == "cuda" else ("fp32", "eager", 8)
+    """Time a forward of every method's networks, side by side with the dense model; with --cost, as the table says."""
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = config_of(options, options.methods.split(",")[0], 1e-4, 0, options.epochs)
-    dense = dense_model(config).to(device).eval()
+    dense = dense_model(config).to(here).eval()
+    how = Forward.of(LatencyTable.load(options.cost)) if options.cost else Forward.usual(dense, here)
     methods = options.methods.split(",")
     finished = {(method, one.seed): one for method in methods for one in finished_records(options, method)}
-    with precision(name) as dtype, torch.no_grad():
-        kernels = hindrance(dense, device, dtype) is None
-        x = torch.randn(batch, *family_of(dense).input_shape(dense), device=device, dtype=dtype)
-        networks: dict[Any, torch.nn.Module] = {
-            "dense": copy.deepcopy(dense).to(dtype),
-            "dense, optimised": optimize(dense, dtype, batch, kernels=kernels),
-        }
-        for key, record in finished.items():
-            if record.widths is None:
-                networks[key] = made_network(options, key[0], record, device).to(dtype).eval()
-            else:
-                networks[key] = optimize(network_of(record.widths, dense), dtype, batch, kernels=kernels)
-        with torch.inference_mode():
-            runs = []
-            for network in networks.values():
-                torch.compiler.reset()  # some versions hold few networks; their graphs stay
-                runs.append(runner(network, x, mode))
-            ms = dict(zip(networks, map(statistics.median, timings(runs, device, 10, 50)), strict=True))
+    plain: dict[Any, torch.nn.Module] = {"dense": dense}
+    optimised: dict[Any, torch.nn.Module] = {"dense, optimised": dense} if how.by_torch else {}
+    for key, record in finished.items():
+        if record.widths is None:
+            plain[key] = made_network(options, key[0], record, here)
+        else:
+            optimised[key] = network_of(record.widths, dense)
+    ms = how.times(plain, optimised)
     for (method, seed), record in finished.items():
         place = (*setting(options), options.epochs, None, method, record.lr, seed, SPEED)
         took = ms[method, seed]
-        found = {"ms": took, "dense_ms": ms["dense"], "dense_optimised_ms": ms["dense, optimised"]}
-        found |= {"batch": batch, "precision": name, "mode": mode}
-        write(options, dict(zip(KEY, place, strict=True)) | found, device)
+        found = {"ms": took, "dense_ms": ms["dense"], "dense_optimised_ms": ms.get("dense, optimised")}
+        found |= {"batch": how.batch, "precision": how.precision, "mode": how.mode}
+        write(options, dict(zip(KEY, place, strict=True)) | found, how.device)
         print(f"{method} seed {seed}: {took:.3f} ms, {ms['dense'] / took:.2f}x", flush=True)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
@@ -170,7 +171,8 @@ class MacRanked(LatencyCost):
 def gated_run(method: str, config: Config, out: Path, data: Data, every: int | None = None) -> Run:
     """A run of HiAP, or of gates under a penalty, which no projection moves.
 
-    With a target in time, `hiap` is HiAP by MACs, of so many that the table says it takes the time.
+    With a target in time, `hiap` is HiAP by MACs, of so many that the table says it takes the time. No network is timed
+    when its run ends: runs share a device, and `speed` times them all.
 
     Args:
         every: steps from one move of HiAP's budget to the next, if not the usual ones.
@@ -180,10 +182,11 @@ def gated_run(method: str, config: Config, out: Path, data: Data, every: int | N
     def search(context: Context) -> Search:
         return Search(context, every=every if penalty is None else 0, penalty=penalty)
 
-    if config.cost is None or method == TIMED:
+    if config.cost is None:
         return Run(config, out, data=data, first=search)
-    table = LatencyTable.load(config.cost)
-    return Run(config, out, data=data, first=search, cost=lambda model: MacRanked(model, table))
+    table = replace(LatencyTable.load(config.cost), device="shared")  # a run times its network on the table's device
+    kind = LatencyCost if method == TIMED else MacRanked
+    return Run(config, out, data=data, first=search, cost=lambda model: kind(model, table))
 
 
 # -- one-shot rankings ------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class Record:
         dense_optimised_ms: the same of the dense model after `hiap.optimize`.
         batch: images of the timed forward.
         precision: precision of the timed forward.
-        mode: how the timed forward runs: `eager`, `graph` or `compile+graph`.
+        mode: how the timed forward runs: `eager`, `graph` or `compile+graph`; or in which other runtime.
     """
 
     start: str

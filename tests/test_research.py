@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 
 import bookkeeping
 import compare
+import forwards
 import hiap
 import outcome
 from conftest import grey_photos
@@ -22,6 +24,7 @@ from hiap.budget.latency import LatencyCost, LatencyTable
 from hiap.data.sources import Augmentation, ByteData
 from hiap.models.registry import sites
 from hiap.nn.compact import Widths
+from hiap.speed.clock import device_name
 from hiap.training.config import read_config
 from methods import LEARNED, METHODS, PEERS, Peer, from_scratch, gated_run, missed
 from narrower import counted_macs
@@ -181,9 +184,9 @@ def test_a_comparison_is_run_and_timed(tmp_path: Path, monkeypatch: pytest.Monke
     more = called("run", "--like", "hiap", "--rates", "1e-3")[len(records) :]
     assert [(r["method"], r["like"]) for r in more] == [("taylor", "hiap 2")]
     built = []
-    optimize = compare.optimize
+    optimize = forwards.optimize
     monkeypatch.setattr(
-        compare, "optimize", lambda network, *how, **more: built.append(network) or optimize(network, *how, **more)
+        forwards, "optimize", lambda network, *how, **more: built.append(network) or optimize(network, *how, **more)
     )
     for _ in range(2):  # all of them again: times are compared side by side
         found = called("speed")[-2:]
@@ -204,7 +207,7 @@ def test_a_comparison_is_run_and_timed(tmp_path: Path, monkeypatch: pytest.Monke
     ms = {"attention": [[[1.0, 1.1], [1.1, 1.2]], [[1.3, 1.4], [1.4, 1.5]]], "ffn": [1.0, 2.0], "outside": 1.0}
     own_time = {
         "unit": "ms",
-        "device": "elsewhere",
+        "device": device_name(torch.device("cpu")),
         "precision": "fp32",
         "batch": 8,
         "mode": "eager",
@@ -214,14 +217,33 @@ def test_a_comparison_is_run_and_timed(tmp_path: Path, monkeypatch: pytest.Monke
     table.save(tmp_path / "table.json")
     cost = ("--cost", tmp_path / "table.json", "--target", "1.4x", "--rates", "1e-3", "--methods")
     record, peer = called("run", *cost, "hiap_time,depth", "--keep", tmp_path / "kept")[-2:]
-    kept = hiap.load(tmp_path / "kept/hiap_time_1.4x_lr_0.001_seed_1/compact")
+    folder = tmp_path / "kept/hiap_time_1.4x_lr_0.001_seed_1"
+    assert "measured" not in json.loads((folder / "report.json").read_text())  # runs may share the device
+    kept = hiap.load(folder / "compact")
     assert [vars(site.widths) for site in sites(kept)] == record["widths"]
     assert record["method"] == "hiap_time" and re.fullmatch(r"1\.4x by table\.json [0-9a-f]{8}", record["target"])
     model = timm.create_model("test_vit", img_size=32)
     known = LatencyCost(model, table)
     took = known.of_widths(model, [Widths(**one) for one in peer["widths"]]) / (known.outside + known.dense)
     assert peer["method"] == "depth" and 0.6 / 1.4 < took <= 1 / 1.4
-    assert called("speed", *cost, "hiap_time")[-1]["target"] == record["target"]
+    found = called("speed", *cost, "hiap_time")[-1]
+    assert [found[name] for name in ("target", "batch", "mode")] == [record["target"], 8, "eager"]
+
+
+@pytest.mark.slow
+def test_networks_are_timed_as_the_table_says() -> None:
+    """In another runtime, in one that torch has, and nowhere but on the device of the table."""
+    dense = timm.create_model("test_vit", img_size=32, num_classes=3).eval()
+    table = LatencyTable.load(Path(__file__).parents[1] / "research/records/vit_tiny_cpu_onnx.json")
+    here = replace(table, device=device_name(torch.device("cpu")))
+    how = forwards.Forward.of(here)
+    assert (how.mode, how.batch, how.precision, how.by_torch) == ("onnx", 1, "fp32", False)
+    found = how.times({"dense": dense}, {"pruned": dense})
+    assert sorted(found) == ["dense", "pruned"] and min(found.values()) > 0
+    eager = forwards.Forward.of(replace(here, runtime="torch"))
+    assert (eager.mode, eager.by_torch) == ("eager", True)
+    with pytest.raises(ValueError, match="the device of the table, NVIDIA H200; found cpu"):
+        forwards.Forward.of(replace(table, device="NVIDIA H200"))
 
 
 def test_an_epoch_is_timed_by_the_fastest() -> None:

@@ -35,8 +35,10 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"--data {options.data} is no folder")
     if not (options.weights or options.model):
         raise ValueError("--weights FILE is missing: those of the dense start")
-    targets = options.target.split(",")
-    if len(targets) > 1:
+    targets, untrained = options.target.split(","), options.go.__name__ == "times"
+    if untrained and (options.cost or not set(methods) <= set(PEERS)):
+        raise ValueError("`times` is for peers with targets in MACs: it takes --methods of those and no --cost")
+    if len(targets) > 1 and not untrained:
         check_falling(targets)
         own = TIMED if options.cost else "hiap"
         if options.keep:

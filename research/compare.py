@@ -7,6 +7,7 @@
     python research/compare.py run --methods hiap --target 70%,50%,35% --rates 5e-4 ... (the same options)
     python research/compare.py run --data TINY --start vit_tiny --weights FILE --records FILE ... (the same options)
     python research/compare.py clock|speed ... (the same options)
+    python research/compare.py times --methods torch_pruning_taylor --target 50%,60%,70% ... (the same options)
     python research/compare.py batch --list FILE --jobs 8 ... (options of all lines)
     python research/compare.py table --records FILE [--plots DIR]
 
@@ -26,7 +27,8 @@ record with the epochs up to it, whose `set` names the sizes before it: `after=7
 
 `clock` and `speed` measure time and need the device to themselves. `clock` times training steps of each method; once
 there is such a record, tables and plots show no other training times. `speed` times a forward of the pruned networks
-of all `--seeds` side by side: with `--cost` as the table was measured, else compiled where there is a GPU.
+of all `--seeds` side by side: with `--cost` as the table was measured, else compiled where there is a GPU. `times` does
+it for what peers make at several targets, untrained: a method that no table knows is brought to a time in this way.
 
 `batch` runs a list of such commands, one on each line, several at a time. Commands below a line `wait` start when all
 above it have finished. `table` prints tables and draws plots. Torch-Pruning's methods need `torch-pruning`, plots need
@@ -35,6 +37,7 @@ above it have finished. `table` prints tables and draws plots. Torch-Pruning's m
 
 import argparse
 import copy
+import itertools
 import os
 import shlex
 import shutil
@@ -84,7 +87,7 @@ from methods import (
 )
 from outcome import outcome
 from prune_tiny_imagenet import BASE, STARTS, assignments, configuration, tenths
-from record import CLOCK, KEY, SPEED, Record, network_of, read
+from record import CLOCK, KEY, SPEED, network_of, read
 from report import table
 
 CLOCKED = 12  # steps of an epoch that `clock` takes
@@ -217,7 +220,7 @@ def speed(options: argparse.Namespace) -> None:
     optimised: dict[Any, torch.nn.Module] = {"dense, optimised": dense} if how.by_torch else {}
     for key, record in finished.items():
         if record.widths is None:
-            plain[key] = made_network(options, key[0], record, here)
+            plain[key] = made_network(options, key[0], record.lr, record.seed, here)
         else:
             optimised[key] = network_of(record.widths, dense)
     ms = how.times(plain, optimised)
@@ -230,10 +233,28 @@ def speed(options: argparse.Namespace) -> None:
         print(f"{method} seed {seed}: {took:.3f} ms, {ms['dense'] / took:.2f}x", flush=True)
 
 
-def made_network(options: argparse.Namespace, method: str, record: Record, device: torch.device) -> torch.nn.Module:
-    """The network that a peer trained, as it was at first."""
-    config = config_of(options, method, record.lr, record.seed, options.epochs)
-    with tempfile.TemporaryDirectory() as folder, torch.enable_grad():
+def times(options: argparse.Namespace) -> None:
+    """Time a forward of what peers make at each --target, untrained: which target in MACs meets a time?"""
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    made: dict[Any, torch.nn.Module] = {}
+    for method, target in itertools.product(options.methods.split(","), options.target.split(",")):
+        own = copy.copy(options)
+        own.target = target
+        made[method, target] = made_network(own, method, 1e-4, int(options.seeds.split(",")[0]), here)
+    dense = dense_model(config_of(own, method, 1e-4, 0, options.epochs)).to(here).eval()
+    narrower = {key: network for key, network in made.items() if "torch_pruning" in key[0]}
+    others = {key: network for key, network in made.items() if key not in narrower}
+    ms = Forward.usual(dense, here).times({"dense": dense, **narrower}, others)
+    for method, target in made:
+        print(f"{method} {target}: {ms[method, target]:.3f} ms, {ms['dense'] / ms[method, target]:.2f}x", flush=True)
+
+
+def made_network(
+    options: argparse.Namespace, method: str, lr: float, seed: int, device: torch.device
+) -> torch.nn.Module:
+    """The network that a peer trains, as it is at first."""
+    config = config_of(options, method, lr, seed, options.epochs)
+    with tempfile.TemporaryDirectory() as folder:
         data = data_of(options, config, True, device)
         return peer_of(options, method, config, True, data, Path(folder, "run")).network()
 
@@ -312,7 +333,7 @@ def batch(options: argparse.Namespace, common: list[str], parser: argparse.Argum
             groups[-1].append([words[0], *common, *words[1:]])
     for command in (command for group in groups for command in group):
         if command[0] not in COMMANDS:
-            raise ValueError(f"a line of {options.list} begins with run, clock, speed or wait; found {command[0]}")
+            raise ValueError(f"a line of {options.list} begins with {', '.join(COMMANDS)} or wait; found {command[0]}")
         check(parser.parse_args(command))  # all of them before the first is run
 
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.jobs))}
@@ -326,7 +347,7 @@ def batch(options: argparse.Namespace, common: list[str], parser: argparse.Argum
         raise SystemExit("\n".join(["these failed; the same batch tries them again, and nothing else:", *lost]))
 
 
-COMMANDS = {"run": run, "clock": clock, "speed": speed}
+COMMANDS = {"run": run, "clock": clock, "speed": speed, "times": times}
 
 
 def main() -> None:

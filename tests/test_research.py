@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -144,7 +145,9 @@ def test_backbones_are_compared_by_their_nearest_neighbours(
 
 
 @pytest.mark.slow
-def test_a_comparison_is_run_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comparison_is_run_and_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     grey_photos(tmp_path / "data", 24)
     model = timm.create_model("test_vit", img_size=32, num_classes=3)
     save_file(model.state_dict(), tmp_path / "dense.safetensors")
@@ -201,7 +204,14 @@ def test_a_comparison_is_run_and_timed(tmp_path: Path, monkeypatch: pytest.Monke
     assert [(r["epochs"], r["final"], r.get("trial_epochs")) for r in tried] == [(1, False, None)] * 2 + [(2, True, 1)]
     with (tmp_path / "records.jsonl").open("a") as file:  # as those of Torch-Pruning, whose networks are made again
         file.write(json.dumps(records[5] | {"method": "depth", "widths": None}) + "\n")
-    assert called("speed", "--methods", "depth")[-1]["ms"] > 0
+    records = called("speed", "--methods", "depth")
+    assert records[-1]["ms"] > 0
+    capsys.readouterr()
+    assert called("times", "--methods", "taylor,depth", "--target", "40%,70%") == records  # nothing is trained
+    lines = [
+        re.fullmatch(r"(\w+) (\d+%): \d+\.\d+ ms, \d+\.\d+x", line) for line in capsys.readouterr().out.split("\n")[:-1]
+    ]
+    assert [line and line.groups() for line in lines] == list(product(("taylor", "depth"), ("40%", "70%")))
     dense = {"heads": 2, "qk_dim": 32, "value_dim": 32, "neurons": 192}
     grid = {name: [8, width] if name != "heads" else [1, width] for name, width in dense.items()}
     ms = {"attention": [[[1.0, 1.1], [1.1, 1.2]], [[1.3, 1.4], [1.4, 1.5]]], "ffn": [1.0, 2.0], "outside": 1.0}
@@ -267,13 +277,18 @@ def test_an_epoch_is_timed_by_the_fastest() -> None:
         ("--data nowhere", "--data nowhere is no folder"),
         ("--model resnet18", "it is not a timm VisionTransformer"),
         ("--set foo=1", "unknown option 'foo'"),
+        ("times --methods hiap", "`times` is for peers with targets in MACs"),
+        ("times --methods taylor --target 2ms", "must be in MACs"),
     ],
 )
 def test_comparisons_refuse_before_they_run(
     given: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    base = "compare.py run --data . --model test_vit --methods hiap --set pretrained=false --records records.jsonl"
+    command, given = ("times", given.removeprefix("times ")) if given.startswith("times ") else ("run", given)
+    base = (
+        f"compare.py {command} --data . --model test_vit --methods hiap --set pretrained=false --records records.jsonl"
+    )
     monkeypatch.setattr(sys, "argv", [*base.split(), *given.split()])
     with pytest.raises(SystemExit, match=re.escape(message)):
         compare.main()
@@ -301,7 +316,7 @@ def test_an_arm_out_of_reach_does_not_stop_the_others(tmp_path: Path, monkeypatc
     ("line", "jobs", "message"),
     [
         ("run --methods slim", 2, "unknown method slim"),
-        ("prune --methods hiap", 2, "run, clock, speed or wait; found prune"),
+        ("prune --methods hiap", 2, "run, clock, speed, times or wait; found prune"),
         ("run", 0, "--jobs must be at least 1; found 0"),
     ],
 )

@@ -1,12 +1,13 @@
 """How well a latency table predicts whole networks: random and chosen topologies, predicted against measured.
 
     python research/latency.py [--model deit_base_patch16_224] [--dtype bf16] [--batch 256] [--mode compile]
-        [--topologies 20] [--table FILE] [--json FILE]
+        [--runtime onnx] [--topologies 20] [--table FILE] [--json FILE]
     python research/latency.py --start vit_tiny --records FILE [--chosen 10] ... (the same options)
 
 Measures a table first, unless one is given that was measured on this device. Heads, q/k dims, value dims and neurons
 are drawn at random for every block, in multiples of 8; one branch in ten is gone. With `--records`, files of
-`compare.py`, the last networks that HiAP chose for this start are judged too. Networks run in the table's mode.
+`compare.py`, the last networks that HiAP chose for this start are judged too. Networks run as the table says. On a CPU
+each takes turns with the dense one, and what is judged is their ratio, because the speed of such a machine changes.
 """
 
 import argparse
@@ -20,11 +21,12 @@ import timm
 import torch
 
 import hiap
-from hiap.budget.deploy import MODES
+from hiap.budget.deploy import MODES, RUNTIMES
 from hiap.budget.latency import LatencyCost, LatencyTable
+from hiap.export.latency_tables import other_runtime
 from hiap.models.registry import widths_of
-from hiap.speed.clock import device_name, precision
-from hiap.speed.measure import measure, network_cost
+from hiap.speed.clock import device_name
+from hiap.speed.measure import measure, network_costs
 from methods import TIMED
 from prune_tiny_imagenet import STARTS
 from record import network_of, read
@@ -73,12 +75,14 @@ def main() -> None:
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--mode", choices=sorted(MODES), help="graph by default with CUDA, else eager")
+    parser.add_argument("--runtime", choices=RUNTIMES, default="torch", help="that networks run in, on the CPU")
     parser.add_argument("--topologies", type=int, default=20)
     parser.add_argument("--table", type=Path, help="a table to judge, instead of a new one")
     parser.add_argument("--save-table", type=Path, help="keep the new table here")
     parser.add_argument("--json", type=Path, help="write the result here")
     options = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() and options.runtime == "torch" else "cpu")
+    other = other_runtime(options.runtime, device, options.dtype)
     torch.manual_seed(0)
     if options.start:
         options.model, options.img_size, _ = STARTS[options.start]
@@ -88,20 +92,21 @@ def main() -> None:
     if options.table:
         table = LatencyTable.load(options.table)
     else:
-        table = measure(model, device, options.dtype, options.batch, mode=options.mode, name=options.model)
+        how = (options.dtype, options.batch, "ms", options.mode, options.model)
+        table = measure(model, device, *how, other=other)
     seconds = time.perf_counter() - start
     if options.save_table:
         table.save(options.save_table)
-    cost = LatencyCost(model, table, device_name(device), options.dtype)
-    print(
-        f"{table.device}, {options.model}, {options.dtype}, batch {options.batch}, {table.mode}; took {seconds:.0f} s"
-    )
-    rows = [("dense", cost.outside + cost.dense, table.dense)]
-    for name, compact in networks(model, options):
-        predicted = cost.of_widths(compact, widths_of(compact))
-        with precision(options.dtype) as dtype:
-            how = (device, dtype, options.batch, table.mode, "ms", None, table.kernels)
-            rows.append((name, predicted, network_cost(compact, *how)))
+    cost = LatencyCost(model, table, device_name(device))
+    where = f"{table.device}, {options.model}, {table.precision}, batch {table.batch}"
+    print(f"{where}, {table.mode if other is None else other.name}; took {seconds:.0f} s")
+    named = [("dense", model), *networks(model, options)]
+    costs = list(network_costs((network for _, network in named), device, table, other))
+    scale = table.dense / costs[0] if device.type == "cpu" else 1.0
+    rows = [
+        (name, cost.of_widths(network, widths_of(network)), scale * measured)
+        for (name, network), measured in zip(named, costs, strict=True)
+    ]
     print(f"{'topology':40} predicted  measured   error")
     for name, predicted, measured in rows:
         print(f"{name:40} {predicted:9.3f} {measured:9.3f} {predicted / measured - 1:+7.1%}")

@@ -13,7 +13,7 @@ from hiap.cli.main import main
 from hiap.models.registry import widths_of
 from hiap.speed.clock import device_name
 from hiap.speed.fitting import calibrate
-from hiap.speed.measure import measure, network_cost
+from hiap.speed.measure import measure, network_costs
 from test_latency import CPU, MODEL, synthetic
 
 
@@ -44,7 +44,7 @@ def test_measuring(tmp_path: Path) -> None:
     assert (table.mode, table.dim, table.tokens) == ("eager", 32, 17)
     cost = LatencyCost(model, table, device_name(CPU), "fp32")
     assert 0.2 < (cost.outside + cost.dense) / table.dense < 5  # no clock is trusted here; research/latency.py is
-    assert network_cost(model, CPU, torch.float32, 2, "eager") > 0
+    assert all(ms > 0 for ms in network_costs([model, model], CPU, table))
     for mode in ("graph", "compile"):
         with pytest.raises(LatencyError, match=f"mode '{mode}' needs a CUDA device"):
             measure(model, CPU, "fp32", 2, mode=mode)

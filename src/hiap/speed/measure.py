@@ -32,7 +32,7 @@ from hiap.speed.fused import fuse, hindrance
 from hiap.speed.inference import compiled, optimize
 from hiap.speed.steps import NEURONS
 
-__all__ = ["OtherRuntime", "measure", "measured", "network_cost", "predicted"]
+__all__ = ["OtherRuntime", "measure", "measured", "network_costs", "predicted"]
 
 CHAIN = 4  # copies of a part in one timed call, one after the other as in a network
 
@@ -86,7 +86,7 @@ def measure(
         raise LatencyError(f"precision must be one of {', '.join(PRECISIONS)}; found {precision_name!r}")
     if batch < 1:
         raise LatencyError(f"batch must be at least 1; found {batch}")
-    clock = _clock(unit, device, mode)
+    _check_clock(unit, device, mode)
     family = family_of(model)
     found = family.sites(model)
     if is_gated(model):
@@ -115,12 +115,13 @@ def measure(
                     module.bake((rope[0].to(device), rope[1].to(device)))
             return fuse(blocks, dtype, batch, tokens, last) if kernels else made.to(dtype)
 
-        def branches(every: Sequence[Widths]) -> Iterator[float]:
+        def calls(every: Sequence[Widths]) -> Iterable[Call]:
             if other:  # which may export all of them at once
-                calls = other.parts([chain(widths, 1) for widths in every], x, CHAIN)
-            else:
-                calls = (functools.partial(chain(widths, CHAIN), x) for widths in every)
-            return (clock(call) / CHAIN for call in calls)
+                return other.parts([chain(widths, 1) for widths in every], x, CHAIN)
+            return (functools.partial(chain(widths, CHAIN), x) for widths in every)
+
+        def branches(every: Sequence[Widths]) -> Iterator[float]:
+            return (clock(call) / CHAIN for call in calls(every))
 
         def last_branch(widths: Widths) -> float:
             part = chain(widths, 1, last)
@@ -134,8 +135,15 @@ def measure(
             short, long = (clock(functools.partial(compiled(chain(widths, n)), x)) for n in (CHAIN, 2 * CHAIN))
             return next(branches([widths])) - (long - short) / CHAIN
 
-        if other is None:
-            next(branches([whole]))  # warms the device up
+        every = iter(calls([whole]))  # a runtime may keep a part open as long as it has more to come
+        pace = torch.inference_mode()(next(every))
+        clock = _clock(unit, device, mode, pace)
+        if device.type == "cuda":
+            clock(pace)  # warms the device up
+
+        def whole_cost(network: nn.Module) -> float:
+            return clock(_network_call(network, device, dtype, batch, mode, other, kernels))
+
         points = itertools.product(*(axes[axis] for axis in AXES[:3]))
         attentions = [Widths(heads, queries, values, None) for heads, queries, values in points]
         ffns = [Widths(None, 0, 0, neurons) for neurons in axes["neurons"]]
@@ -147,8 +155,7 @@ def measure(
         if last is not None:
             last_attention = list(_told(map(last_branch, attentions), len(attentions), "attention, last block", say))
             last_ffn = list(_told(map(last_branch, ffns), len(ffns), "FFN, last block", say))
-        how = (device, dtype, batch, mode, unit, other, kernels)
-        outside, dense = (network_cost(one, *how) for one in (_hollow(model), model))
+        outside, dense = (whole_cost(one) for one in (_hollow(model), model))
 
     def by_axis(costs: list[float]) -> list[list[list[float]]]:
         found: list[list[list[float]]] = torch.tensor(costs, dtype=torch.float64).view(shape).tolist()
@@ -180,34 +187,44 @@ def measure(
         kernels=kernels,
     )
     with precision(precision_name):
-        return calibrate(table, model, lambda network: network_cost(network, *how), say)
+        return calibrate(table, model, whole_cost, say)
 
 
-def network_cost(
+def network_costs(
+    networks: Iterable[nn.Module], device: torch.device, table: LatencyTable, other: OtherRuntime | None = None
+) -> Iterator[float]:
+    """A forward of each network, run and timed as the table says. On a CPU each takes turns with the first one."""
+    clock: Callable[[Call], float] | None = None
+    how = (table.batch, table.mode, other, table.kernels)
+    with precision(table.precision) as dtype:
+        for network in networks:
+            call = _network_call(network, device, dtype, *how)
+            clock = clock or _clock(table.unit, device, table.mode, call)
+            yield clock(call)
+
+
+def _network_call(
     model: nn.Module,
     device: torch.device,
     dtype: torch.dtype,
     batch: int,
     mode: str,
-    unit: str = "ms",
-    other: OtherRuntime | None = None,
-    kernels: bool = False,
-) -> float:
-    """A forward of a whole network on the clock that tables of a mode and a unit are made with."""
-    clock = _clock(unit, device, mode)
+    other: OtherRuntime | None,
+    kernels: bool,
+) -> Call:
+    """A forward of a whole network."""
     net = copy.deepcopy(model).to(device).eval()
     shape = (batch, *family_of(net).input_shape(net))
     x = torch.randn(shape, device=device, dtype=dtype)
     if other is not None:
-        return clock(other.network(net, x))
+        return other.network(net, x)
     run: nn.Module = net
     if mode == "compile":
         torch.compiler.reset()
         run = compiled(optimize(net, dtype, batch, last_block=kernels, kernels=kernels))
     else:
         net.to(dtype)
-    with torch.inference_mode():
-        return clock(lambda: run(x))
+    return torch.inference_mode()(lambda: run(x))
 
 
 def predicted(cost: LatencyCost, model: nn.Module) -> dict[str, Any]:
@@ -231,9 +248,7 @@ def measured(
     if networks is None or table.runtime != (other.name if other else "torch") or table.device != device_name(device):
         return {}
     try:
-        with precision(table.precision) as dtype:
-            like = (device, dtype, table.batch, table.mode, table.unit, other, table.kernels)
-            dense, compact = (network_cost(one, *like) for one in networks)
+        dense, compact = network_costs(networks, device, table, other)
     except (RuntimeError, ValueError) as error:
         warnings.warn(f"the result is saved, but its time cannot be measured here: {error}", stacklevel=2)
         return {}
@@ -291,20 +306,48 @@ def _hollow(model: nn.Module) -> nn.Module:
     return shrink(copy.deepcopy(model), [Widths(None, 0, 0, None)] * len(family_of(model).sites(model)))
 
 
-def _clock(unit: str, device: torch.device, mode: str) -> Callable[[Call], float]:
-    """What one call costs, in the unit, on the device."""
+def _check_clock(unit: str, device: torch.device, mode: str) -> None:
     if unit not in UNITS:
         raise LatencyError(f"unit must be one of {', '.join(UNITS)}; found {unit!r}")
     if mode not in MODES:
         raise LatencyError(f"mode must be one of {', '.join(MODES)}; found {mode!r}")
     if mode != "eager" and device.type != "cuda":
         raise LatencyError(f"mode {mode!r} needs a CUDA device; found {device}: measure with mode 'eager'")
+
+
+def _clock(unit: str, device: torch.device, mode: str, pace: Call) -> Callable[[Call], float]:
+    """What one call costs, in the unit, on the device. A CPU is held to its pace."""
+    _check_clock(unit, device, mode)
     prepare: Callable[[Call], Call] = (lambda run: graphed(run, device)) if mode != "eager" else (lambda run: run)
     if unit == "mJ":
         return _energy_clock(device, prepare)
-    # What disturbs a clock makes it slow, never fast. A CPU is disturbed often: there, calls are timed one by one.
-    rounds = 20 if device.type == "cpu" else 10
-    return lambda run: min(timings([prepare(run)], device, 2, 20, rounds)[0])
+    if device.type == "cpu":
+        return _SteadyClock(device, pace)
+    return lambda run: min(timings([prepare(run)], device, 2, 20)[0])  # what disturbs a clock makes it slow, never fast
+
+
+class _SteadyClock:
+    """Milliseconds of calls on a CPU, whose speed changes from second to second with what else its machine does.
+
+    A call takes turns with another one that sets the pace, and its time is scaled to the pace at the start. So costs on
+    one clock have the right ratios to each other, whatever the machine does between them.
+
+    Args:
+        pace: a call of the kind that is to be timed: what slows one down must slow the other.
+    """
+
+    def __init__(self, device: torch.device, pace: Call) -> None:
+        self.device, self.pace = device, pace
+        self.start = self._turns(pace, 60)[1]
+
+    def __call__(self, run: Call) -> float:
+        took, pace = self._turns(run, 20)
+        return took * self.start / pace
+
+    def _turns(self, run: Call, repeat: int) -> tuple[float, float]:
+        """The fastest of so many runs, and the fastest of the pace: a disturbance makes a run slow, never fast."""
+        took, pace = (min(found) for found in timings([run, self.pace], self.device, 2, repeat, repeat))
+        return took, pace
 
 
 def _energy_clock(

@@ -127,6 +127,24 @@ def test_q_k_pruning_keeps_the_softmax_scale() -> None:
         assert (block.attn.qk_dim, block.attn.head_dim) == (width, 8)
 
 
+def test_unequal_widths_are_attended_in_steps_on_a_cpu_and_exported_as_one_operator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make()
+    compact = hiap.extract(model, hiap.Topology.from_counts(model, qk_dims=[4] * 3, value_dims=[5] * 3), round_to=1)
+    x = images(model)
+    exported = torch.export.export(compact, (x,)).module()
+    found = compact(x)
+    monkeypatch.setattr(plain.F, "scaled_dot_product_attention", None)  # nothing calls it
+    assert torch.equal(compact(x), found)
+    with pytest.raises(TypeError):
+        model(x)
+    monkeypatch.undo()
+    assert close(exported(x), found, 1e-12)
+    operators = [str(node.target) for node in exported.graph.nodes]
+    assert sum("scaled_dot_product_attention" in one for one in operators) == 3
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_any_dtype_and_the_input_is_left_alone(dtype: torch.dtype) -> None:
     model = hiap.attach(make("layer_scale", drop_path_rate=0.1), ALL).to(dtype).train()

@@ -25,7 +25,7 @@ from hiap.budget.deploy import MODES, RUNTIMES
 from hiap.budget.latency import LatencyCost, LatencyTable
 from hiap.export.latency_tables import other_runtime
 from hiap.models.registry import widths_of
-from hiap.speed.clock import device_name
+from hiap.speed.clock import device_name, materialise
 from hiap.speed.measure import measure, network_costs
 from methods import TIMED
 from prune_tiny_imagenet import STARTS
@@ -87,7 +87,7 @@ def main() -> None:
     if options.start:
         options.model, options.img_size, _ = STARTS[options.start]
     model = timm.create_model(options.model, **({"img_size": options.img_size} if options.img_size else {}))
-    model = model.to(device).eval()
+    model = materialise(model, device).eval()  # some runtimes leave out the zeros that new weights begin with
     start = time.perf_counter()
     if options.table:
         table = LatencyTable.load(options.table)

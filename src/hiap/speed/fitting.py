@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from hiap.speed.clock import materialise
 __all__ = ["calibrate", "random_widths"]
 
 NETWORKS = 4  # random ones, beside the dense
+DENSE = 3.0  # how much the dense one weighs
 GONE = 0.1  # of their branches
 LEAST = 0.1  # of what a branch takes by itself
 
@@ -30,7 +31,9 @@ def calibrate(
     clock: Callable[[nn.Module], float],
     say: Callable[[str], None] = lambda text: None,
 ) -> LatencyTable:
-    """The table with what a branch takes more in a network, on average, added to every branch.
+    """The table with the costs of branches as they are in whole networks: all scaled by one factor, plus a constant.
+
+    Both are fitted to the dense network and some random ones. The dense one counts more: speed-ups are against it.
 
     Args:
         model: that the table is of.
@@ -43,14 +46,19 @@ def calibrate(
         widths = random_widths(model, table, chance)
         network = materialise(shrink(copy.deepcopy(model), widths), next(model.parameters()).device)
         seen.append((widths, clock(network.eval())))
-    over = [(sum(map(_branches, widths)), real - cost.of_widths(model, widths)) for widths, real in seen]
-    more = sum(count * rest for count, rest in over) / sum(count**2 for count, _ in over)  # least squares
+    branches = torch.tensor(
+        [[cost.of_widths(model, one) - table.outside, _branches(one)] for one, _ in seen], dtype=torch.float64
+    )
+    real = torch.tensor([found for _, found in seen], dtype=torch.float64)
+    weights = torch.tensor([DENSE] + [1.0] * NETWORKS, dtype=torch.float64) / real  # errors are relative
+    rows, wanted = weights[:, None] * branches, weights * (real - table.outside)
+    scale, more = torch.linalg.lstsq(rows, wanted[:, None], driver="gelsd").solution.flatten().tolist()
     return replace(
         table,
-        attention=_raised(table.attention, more),
-        ffn=_raised(table.ffn, more),
-        last_attention=_raised(table.last_attention, more),
-        last_ffn=_raised(table.last_ffn, more),
+        attention=_fitted(table.attention, scale, more),
+        ffn=_fitted(table.ffn, scale, more),
+        last_attention=_fitted(table.last_attention, scale, more),
+        last_ffn=_fitted(table.last_ffn, scale, more),
     )
 
 
@@ -70,10 +78,10 @@ def random_widths(model: nn.Module, table: LatencyTable, chance: random.Random) 
     return found
 
 
-def _branches(widths: Widths) -> int:
-    return bool(widths.heads) + bool(widths.neurons)
+def _branches(widths: Sequence[Widths]) -> int:
+    return sum(bool(one.heads) + bool(one.neurons) for one in widths)
 
 
-def _raised(costs: Any, more: float) -> Any:
+def _fitted(costs: Any, scale: float, more: float) -> Any:
     values = torch.tensor([] if costs is None else costs, dtype=torch.float64)
-    return None if costs is None else (values + more).maximum(LEAST * values).tolist()
+    return None if costs is None else (scale * values + more).maximum(LEAST * values).tolist()

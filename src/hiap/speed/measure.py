@@ -34,6 +34,7 @@ from hiap.speed.steps import NEURONS
 
 __all__ = ["OtherRuntime", "measure", "measured", "network_costs", "predicted"]
 
+SECONDS = 0.3  # that a call on a CPU is timed for, or longer where it takes long
 CHAIN = 4  # copies of a part in one timed call, one after the other as in a network
 
 
@@ -155,7 +156,8 @@ def measure(
         if last is not None:
             last_attention = list(_told(map(last_branch, attentions), len(attentions), "attention, last block", say))
             last_ffn = list(_told(map(last_branch, ffns), len(ffns), "FFN, last block", say))
-        outside, dense = (whole_cost(one) for one in (_hollow(model), model))
+        # A runtime leaves out the zeros that new weights begin with.
+        outside, dense = (whole_cost(materialise(one, device)) for one in (_hollow(model), copy.deepcopy(model)))
 
     def by_axis(costs: list[float]) -> list[list[list[float]]]:
         found: list[list[list[float]]] = torch.tensor(costs, dtype=torch.float64).view(shape).tolist()
@@ -338,15 +340,17 @@ class _SteadyClock:
 
     def __init__(self, device: torch.device, pace: Call) -> None:
         self.device, self.pace = device, pace
-        self.start = self._turns(pace, 60)[1]
+        self.start = self._fastest(pace)[1]
 
     def __call__(self, run: Call) -> float:
-        took, pace = self._turns(run, 20)
+        took, pace = self._fastest(run)
         return took * self.start / pace
 
-    def _turns(self, run: Call, repeat: int) -> tuple[float, float]:
-        """The fastest of so many runs, and the fastest of the pace: a disturbance makes a run slow, never fast."""
-        took, pace = (min(found) for found in timings([run, self.pace], self.device, 2, repeat, repeat))
+    def _fastest(self, run: Call) -> tuple[float, float]:
+        """The fastest of some calls, and of the pace beside them: a disturbance makes a call slow, never fast."""
+        once = sum(ms for (ms,) in timings([run, self.pace], self.device, 2, 1))
+        turns = max(20, min(round(SECONDS * 1e3 / once), 100))
+        took, pace = (min(found) for found in timings([run, self.pace], self.device, 0, turns, turns))
         return took, pace
 
 

@@ -29,6 +29,7 @@ record with the epochs up to it, whose `set` names the sizes before it: `after=7
 there is such a record, tables and plots show no other training times. `speed` times a forward of the pruned networks
 of all `--seeds` side by side: with `--cost` as the table was measured, else compiled where there is a GPU. `times` does
 it for what peers make at several targets, untrained: a method that no table knows is brought to a time in this way.
+Networks of Torch-Pruning run as they are and optimised, and the faster form counts.
 
 `batch` runs a list of such commands, one on each line, several at a time. Commands below a line `wait` start when all
 above it have finished. `table` prints tables and draws plots. Torch-Pruning's methods need `torch-pruning`, plots need
@@ -220,7 +221,7 @@ def speed(options: argparse.Namespace) -> None:
     optimised: dict[Any, torch.nn.Module] = {"dense, optimised": dense} if how.by_torch else {}
     for key, record in finished.items():
         if record.widths is None:
-            plain[key] = made_network(options, key[0], record.lr, record.seed, here)
+            plain[key] = optimised[key] = made_network(options, key[0], record.lr, record.seed, here)
         else:
             optimised[key] = network_of(record.widths, dense)
     ms = how.times(plain, optimised)
@@ -243,8 +244,7 @@ def times(options: argparse.Namespace) -> None:
         made[method, target] = made_network(own, method, 1e-4, int(options.seeds.split(",")[0]), here)
     dense = dense_model(config_of(own, method, 1e-4, 0, options.epochs)).to(here).eval()
     narrower = {key: network for key, network in made.items() if "torch_pruning" in key[0]}
-    others = {key: network for key, network in made.items() if key not in narrower}
-    ms = Forward.usual(dense, here).times({"dense": dense, **narrower}, others)
+    ms = Forward.usual(dense, here).times({"dense": dense, **narrower}, made)
     for method, target in made:
         print(f"{method} {target}: {ms[method, target]:.3f} ms, {ms['dense'] / ms[method, target]:.2f}x", flush=True)
 

@@ -241,7 +241,7 @@ def test_a_comparison_is_run_and_timed(
 
 
 @pytest.mark.slow
-def test_networks_are_timed_as_the_table_says() -> None:
+def test_networks_are_timed_as_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """In another runtime, in one that torch has, and nowhere but on the device of the table."""
     dense = timm.create_model("test_vit", img_size=32, num_classes=3).eval()
     table = LatencyTable.load(Path(__file__).parents[1] / "research/records/vit_tiny_cpu_onnx.json")
@@ -252,6 +252,9 @@ def test_networks_are_timed_as_the_table_says() -> None:
     assert sorted(found) == ["dense", "pruned"] and min(found.values()) > 0
     eager = forwards.Forward.of(replace(here, runtime="torch"))
     assert (eager.mode, eager.by_torch) == ("eager", True)
+    monkeypatch.setattr(forwards, "timings", lambda runs, *rest: [[5.0], [3.0], [2.0], [4.0]][: len(runs)])
+    both = eager.times({"dense": dense, "narrower": dense}, {"narrower": dense, "pruned": dense})
+    assert both == {"dense": 5.0, "narrower": 2.0, "pruned": 4.0}  # the faster of two forms
     with pytest.raises(ValueError, match="the device of the table, NVIDIA H200; found cpu"):
         forwards.Forward.of(replace(table, device="NVIDIA H200"))
 

@@ -1,8 +1,10 @@
 """Latency tables are measured, and fitted to whole networks."""
 
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +45,23 @@ def test_a_table_is_calibrated_on_whole_networks() -> None:
     assert least[:2] == pytest.approx([0.108, 0.164])
     error = re.search(r"within (\d+)\.\d% of", said[-1])
     assert error and int(error[1]) > 1000
+
+
+def test_the_clock_of_a_cpu_is_held_to_its_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the machine does, costs keep their ratios; short calls are timed more often than long ones."""
+    module, machine, turns = sys.modules["hiap.speed.measure"], {"slow": 1.0}, []
+
+    def timings(runs: list[Any], device: Any, warmup: int, repeat: int, rounds: int = 1) -> list[list[float]]:
+        turns.append(repeat)
+        return [[machine["slow"] * run() * (1 + turn) for turn in range(rounds)] for run in runs]
+
+    monkeypatch.setattr(module, "timings", timings)
+    clock = module._clock("ms", CPU, "eager", lambda: 2.0)
+    assert clock(lambda: 10.0) == 10.0
+    machine["slow"] = 1.5
+    assert clock(lambda: 10.0) == pytest.approx(10.0) and clock(lambda: 0.5) == pytest.approx(0.5)
+    assert clock(lambda: 100.0) == pytest.approx(100.0)
+    assert turns == [1, 75, 1, 25, 1, 20, 1, 80, 1, 20]
 
 
 def test_measuring(tmp_path: Path) -> None:

@@ -156,8 +156,10 @@ def measure(
         if last is not None:
             last_attention = list(_told(map(last_branch, attentions), len(attentions), "attention, last block", say))
             last_ffn = list(_told(map(last_branch, ffns), len(ffns), "FFN, last block", say))
-        # A runtime leaves out the zeros that new weights begin with.
-        outside, dense = (whole_cost(materialise(one, device)) for one in (_hollow(model), copy.deepcopy(model)))
+        networks = (_hollow(model), copy.deepcopy(model))
+        if other:  # which may leave out the zeros that new weights begin with
+            networks = (materialise(networks[0], device), materialise(networks[1], device))
+        outside, dense = map(whole_cost, networks)
 
     def by_axis(costs: list[float]) -> list[list[list[float]]]:
         found: list[list[list[float]]] = torch.tensor(costs, dtype=torch.float64).view(shape).tolist()

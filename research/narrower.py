@@ -66,6 +66,7 @@ def _torch_pruned(
         ignored_layers=[model.head],
     )
     pruner.step()
+    model.embed_dim = model.num_features = model.pos_embed.shape[-1]  # the package leaves what the model says of itself
     for block in model.blocks:
         attn = block.attn
         attn.num_heads = pruner.num_heads[attn.qkv]

@@ -25,6 +25,9 @@ method gets the most MACs with which the table says it meets the target, `hiap` 
 Several targets are the sizes of one run (`--epochs` is the length of all of them), at one learning rate. Each leaves a
 record with the epochs up to it, whose `set` names the sizes before it: `after=70%:5` is five epochs at 70 %.
 
+`--compile` compiles the training steps of all methods (HiAP's after its search). Where several runs share a device, it
+has less to do for each; a run alone gains little, because compiling takes half a minute.
+
 `clock` and `speed` measure time and need the device to themselves. `clock` times training steps of each method; once
 there is such a record, tables and plots show no other training times. `speed` times a forward of the pruned networks
 of all `--seeds` side by side: with `--cost` as the table was measured, else compiled where there is a GPU. `times` does
@@ -148,7 +151,7 @@ def run_method(
             if final == CLOCK:  # as often as in the whole run, which has a longer search
                 searched = records_of(options, method, True)[0].search * options.epochs * steps
                 every = projection_interval(round(searched))
-            run = gated_run(method, config, out, data, every)
+            run = gated_run(method, config, out, data, every, options.compile)
             result = run.go()
             found = outcome(run, result.model, result.record, out, longer, final != CLOCK)
         else:
@@ -165,7 +168,7 @@ def peer_of(
     options: argparse.Namespace, method: str, config: Config, final: bool | str, data: ByteData, out: Path
 ) -> Peer:
     make = PEERS.get(method) or (lambda peer: from_scratch(peer, hiap_widths(options, config.seed, final)))
-    return Peer(config, out, data, make)
+    return Peer(config, out, data, make, options.compile)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -316,6 +319,9 @@ def add_options(go: argparse.ArgumentParser, function: Callable[[argparse.Namesp
     go.add_argument("--hours", type=float, default=1e9, help="start no run after this time")
     go.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of all runs, as YAML")
     go.add_argument("--limit", type=int, default=50, help="images of a class in each tenth; fewer for a quick try")
+    go.add_argument(
+        "--compile", action="store_true", help="compile training steps after the search: for runs that share a device"
+    )
     go.add_argument("--commit", help="to be recorded; that of the checkout by default")
     go.add_argument("--records", type=Path, required=True)
 

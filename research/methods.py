@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from hiap.training.context import Context
 from hiap.training.features import FeatureObjective
 from hiap.training.loop import Run
 from hiap.training.objective import cost_terms, feasibility_terms
+from hiap.training.phase import Phase
 from hiap.training.phases import Recover, Search, align
 from hiap.training.probes import embed_images, knn_top1
 from hiap.training.setup import model_arguments
@@ -49,10 +51,13 @@ class Peer:
         dense: the dense model on the device; its heads are aligned where the configuration wants it.
         target: the MACs that are allowed; where the run has a target in time, those of the last try.
         seen: the squared gradients of open gates, by the kinds of gates.
+        faster: its training steps are compiled.
     """
 
-    def __init__(self, config: Config, out: Path, data: Data, make: Callable[[Peer], nn.Module]) -> None:
-        self.make, self.run = make, Run(config, out, data=data, first=self._phase)
+    def __init__(
+        self, config: Config, out: Path, data: Data, make: Callable[[Peer], nn.Module], faster: bool = False
+    ) -> None:
+        self.make, self.faster, self.run = make, faster, Run(config, out, data=data, first=self._phase)
         self.context, self.config, self.data = self.run.context, self.run.config, self.run.parts.data
         self.dense, self.dense_macs = self.context.dense(), self.run.parts.dense_macs
         self.objective = self.context.objective(self.context.teacher(self.dense))
@@ -91,7 +96,7 @@ class Peer:
     def _phase(self, context: Context) -> Recover:
         phase = Recover(context, self.network(), self.objective.teacher, facts={})
         self.record["top1_before"] = accuracy(context, phase.network)
-        return phase
+        return compile_steps(phase) if self.faster else phase
 
     def train(self) -> nn.Module:
         self.run.begin()
@@ -112,6 +117,22 @@ class Peer:
 
     def batches(self) -> Any:
         return islice(self.data.train(0, 0, self.config.batch_size, 0, 1), BATCHES)
+
+
+def compile_steps(phase: Recover) -> Recover:
+    """The phase with compiled training steps: the same up to rounding, and less work for a device that runs share."""
+    plain = type(phase.network).forward  # without the autocast around it, which the loss has too
+    phase.forward = torch.compile(partial(plain, phase.network), dynamic=False)
+    return phase
+
+
+class CompiledSearch(Search):
+    """HiAP's search, with a recovery in compiled steps."""
+
+    def next(self) -> Phase:
+        following = super().next()
+        assert isinstance(following, Recover)
+        return compile_steps(following)
 
 
 def accuracy(context: Context, model: nn.Module) -> float:
@@ -168,7 +189,9 @@ class MacRanked(LatencyCost):
         return self.macs.block(site, widths)
 
 
-def gated_run(method: str, config: Config, out: Path, data: Data, every: int | None = None) -> Run:
+def gated_run(
+    method: str, config: Config, out: Path, data: Data, every: int | None = None, faster: bool = False
+) -> Run:
     """A run of HiAP, or of gates under a penalty, which no projection moves.
 
     With a target in time, `hiap` is HiAP by MACs, of so many that the table says it takes the time. No network is timed
@@ -176,11 +199,13 @@ def gated_run(method: str, config: Config, out: Path, data: Data, every: int | N
 
     Args:
         every: steps from one move of HiAP's budget to the next, if not the usual ones.
+        faster: the training steps of the small network are compiled.
     """
     penalty = LEARNED.get(method)
 
     def search(context: Context) -> Search:
-        return Search(context, every=every if penalty is None else 0, penalty=penalty)
+        kind = CompiledSearch if faster else Search
+        return kind(context, every=every if penalty is None else 0, penalty=penalty)
 
     if config.cost is None:
         return Run(config, out, data=data, first=search)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -111,6 +112,29 @@ def test_penalised_gates_are_cut_to_the_budget(method: str, start, tmp_path: Pat
     assert names <= lines[0].keys() and not names & lines[-1].keys()
 
 
+@pytest.mark.slow
+def test_compiled_steps_train_the_same_network(start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a peer and of HiAP after its search; with a backend that runs the traced operations as they are."""
+    given, data = start
+    traced = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
+        traced.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    peers, runs = [], []
+    for faster in (False, True):
+        peers.append(Peer(read_config(None, given), tmp_path / f"peer {faster}", data, PEERS["taylor"], faster).train())
+        run = gated_run("hiap", read_config(None, given), tmp_path / f"hiap {faster}", data, faster=faster)
+        runs.append(run.go().model)
+        assert len(traced) == 2 * faster  # one network each, and it is never traced again
+    for plain, compiled in (peers, runs):
+        plain, compiled = plain.state_dict(), compiled.state_dict()
+        for name, weight in plain.items():
+            torch.testing.assert_close(compiled[name], weight, atol=1e-6, rtol=1e-5)
+
+
 def test_widths_from_scratch_have_other_weights(start, tmp_path: Path) -> None:
     given, data = start
     peer = Peer(read_config(None, given), tmp_path / "run", data, lambda run: from_scratch(run, widths))
@@ -141,6 +165,9 @@ def test_backbones_are_compared_by_their_nearest_neighbours(
     assert "top1_before" in taylor and min(hiap_record["error"], taylor["error"]) > 0
     monkeypatch.setattr(sys, "argv", ["compare.py", "run", *map(str, own), "--methods", "torch_pruning_taylor"])
     with pytest.raises(SystemExit, match="objective=features does not go with Torch-Pruning"):
+        compare.main()
+    monkeypatch.setattr(sys, "argv", ["compare.py", "run", *map(str, own), "--compile"])
+    with pytest.raises(SystemExit, match="--compile does not go with features"):
         compare.main()
 
 

@@ -41,6 +41,7 @@ class Phase:
 
     Attributes:
         model: the network as the processes share it.
+        forward: what a training step calls for its outputs: `model`, or a compiled form of it.
         ema: the running average of its weights, if there is one.
         facts: what is known of the network, for the progress bar and the metrics.
         end: the step the phase ends with.
@@ -72,6 +73,7 @@ class Phase:
         self.ema = ModelEmaV3(network, decay=config.ema) if config.ema and self.averaged else None
         context.accelerator.free_memory()
         self.model, self.prepared_optimizer = context.accelerator.prepare(network, self.optimizer)
+        self.forward: nn.Module = self.model
 
     # -- what a phase may have of its own ---------------------------------------------------------------------------
 
@@ -139,7 +141,7 @@ class Phase:
         for i, (xs, ys) in enumerate(parts):
             last, share = i == config.accumulate - 1, len(xs) / len(x)
             with nullcontext() if last else accelerator.no_sync(self.model):
-                terms = self.terms(self.model, xs, ys, share)
+                terms = self.terms(self.forward, xs, ys, share)
                 accelerator.backward(self.weighted(terms) * share)
             for name, value in terms.items():
                 total[name] = total.get(name, torch.zeros((), device=context.device)) + value.detach() * share

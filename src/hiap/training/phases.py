@@ -84,7 +84,7 @@ class Dense(Phase):
         context.parts.model.load_state_dict(trained)
         if context.folder is not None:
             context.folder.save_dense(trained)
-        del network, self.network, self.model, self.optimizer, self.prepared_optimizer, self.lr_scheduler
+        del network, self.network, self.model, self.forward, self.optimizer, self.prepared_optimizer, self.lr_scheduler
         return Search(context)
 
 

@@ -37,7 +37,7 @@ from hiap.training.phase import Phase
 from hiap.training.phases import Recover, Search, align
 from hiap.training.probes import embed_images, knn_top1
 from hiap.training.setup import model_arguments
-from narrower import torch_pruning_isomorphic, torch_pruning_taylor
+from narrower import torch_pruning_aligned, torch_pruning_isomorphic, torch_pruning_taylor
 
 BATCHES = 26  # that one-shot rankings are estimated on
 HALVINGS = 10  # of the range of MACs, to meet a time
@@ -363,6 +363,7 @@ PEERS: dict[str, Callable[[Peer], nn.Module]] = {
     "magnitude_global": magnitude_global,
     "torch_pruning_taylor": torch_pruning_taylor,
     "torch_pruning_isomorphic": torch_pruning_isomorphic,
+    "torch_pruning_aligned": torch_pruning_aligned,
     "depth": depth,
     "random": random_topology,
 }

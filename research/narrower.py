@@ -13,11 +13,15 @@ if TYPE_CHECKING:
     from methods import Peer
 
 
-def torch_pruning(run: Peer, isomorphic: bool) -> nn.Module:
+def torch_pruning(run: Peer, isomorphic: bool, round_to: int | None = None) -> nn.Module:
     """The package's Taylor ranking with head pruning; the ratio is the least that meets the target.
 
     Whole heads go: where that leaves more than 1 % of the target, their ratio stays, and that of dims is the least.
-    Widths are not rounded: in multiples of 8 the width of the network alone moves its MACs by several per cent.
+
+    Args:
+        round_to: multiple that widths are rounded to. Without it the network is closer to its target, because in
+            multiples of 8 the width of the network alone moves its MACs by several per cent; with it, it is much faster
+            in half precision.
     """
     import torch_pruning as tp
 
@@ -30,7 +34,7 @@ def torch_pruning(run: Peer, isomorphic: bool) -> nn.Module:
         low = 0.0
         for _ in range(10):
             ratio = (low + high) / 2
-            model = _torch_pruned(tp, run, gradients, (ratio, heads or ratio), isomorphic)
+            model = _torch_pruned(tp, run, gradients, (ratio, heads or ratio), isomorphic, round_to)
             if counted_macs(model, run) <= run.target:
                 high, best = ratio, model
             else:
@@ -43,7 +47,12 @@ def torch_pruning(run: Peer, isomorphic: bool) -> nn.Module:
 
 
 def _torch_pruned(
-    tp: Any, run: Peer, gradients: dict[str, Tensor | None], ratios: tuple[float, float], isomorphic: bool
+    tp: Any,
+    run: Peer,
+    gradients: dict[str, Tensor | None],
+    ratios: tuple[float, float],
+    isomorphic: bool,
+    round_to: int | None,
 ) -> nn.Module:
     """With these shares of dims and of heads gone."""
     model: Any = copy.deepcopy(run.dense).train()
@@ -63,6 +72,7 @@ def _torch_pruned(
         prune_num_heads=True,
         prune_head_dims=True,
         head_pruning_ratio=ratios[1],
+        round_to=round_to,
         ignored_layers=[model.head],
     )
     pruner.step()
@@ -95,3 +105,8 @@ def torch_pruning_taylor(run: Peer) -> nn.Module:
 
 def torch_pruning_isomorphic(run: Peer) -> nn.Module:
     return torch_pruning(run, isomorphic=True)
+
+
+def torch_pruning_aligned(run: Peer) -> nn.Module:
+    """Taylor, with widths in the multiples that all other methods have: for comparisons of time."""
+    return torch_pruning(run, isomorphic=False, round_to=run.config.round_to)

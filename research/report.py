@@ -25,6 +25,7 @@ LABELS = {  # of methods, in plots
     "magnitude_global": "magnitude, global",
     "torch_pruning_taylor": "Torch-Pruning, Taylor",
     "torch_pruning_isomorphic": "Torch-Pruning, isomorphic",
+    "torch_pruning_aligned": "Torch-Pruning, Taylor, aligned widths",
     "depth": "whole blocks dropped",
     "random": "random widths",
 }

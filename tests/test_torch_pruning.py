@@ -31,3 +31,7 @@ def test_networks_meet_their_target_and_can_be_optimised(isomorphic: bool) -> No
     expected = network(x.double())
     assert expected.shape == (4, 5)
     assert (hiap.optimize(network)(x.double()) - expected).abs().max() < 1e-10 * expected.abs().max()
+    aligned = torch_pruning(run, isomorphic, round_to=8)  # type: ignore[arg-type]
+    assert counted_macs(aligned, run) <= run.target
+    layers = [layer for layer in aligned.modules() if isinstance(layer, torch.nn.Linear) and layer is not aligned.head]
+    assert not any(layer.out_features % 8 or layer.in_features % 8 for layer in layers)

@@ -1,17 +1,22 @@
 """A target in time: the device of the run is measured, and the table kept."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 
+import hiap
 from hiap.budget.deploy import Deployment
-from hiap.budget.latency import LatencyTable
+from hiap.budget.latency import LatencyCost, LatencyTable
+from hiap.models.registry import widths_of
 from hiap.speed.clock import device_name
 from hiap.training.config import read_config
+from hiap.training.costs import table_error
 from hiap.training.loop import Run, prune
 from hiap.training.plan import plan
 from hiap.training.run_folder import RunError
@@ -61,6 +66,69 @@ def test_a_target_in_time_measures_the_device_once_and_keeps_the_table(
     assert any(
         re.fullmatch(r"reach    .* to 100% of the dense cost, .* ms, from .* ms on", one) for one in plan(config)
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "errors", "kept"),
+    [
+        ("1.6x", [1.05, 1.045], 1.05),  # the second one confirms the first
+        ("1.6x", [0.95, 0.97, 0.97], 0.97),  # a network is chosen again twice at most
+        ("1.6x", [1.004], None),
+        ("1.6x", [None], None),  # of another device
+        ("least", [1.09], None),  # out of reach
+    ],
+)
+def test_a_network_is_chosen_again_where_the_table_is_wrong(
+    target: str,
+    errors: list[float | None],
+    kept: float | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ffn, attention = (lambda n: 1.0 + 0.01 * n), (lambda h, q, v: 1.0 + 0.01 * h * (q + v))
+    synthetic(attention, ffn, dim=16, tokens=5, mode="eager", device="elsewhere").save(tmp_path / "t.json")
+    told, seen = iter(errors), []
+
+    def error(cost: LatencyCost, model: Any, widths: Any, device: Any) -> float | None:
+        seen.append(cost.of_widths(model, widths))
+        return next(told)
+
+    monkeypatch.setattr("hiap.training.context.table_error", error)
+    given = {"model_args": SHAPE, "dense_epochs": 0, "epochs": 1, "target": "1.6x", "cost": str(tmp_path / "t.json")}
+    if target == "least":
+        given["target"] = f"{1.02 * Run(read_config('digits', given), tmp_path / 'other').parts.controller.low}ms"
+    run = Run(read_config("digits", given), tmp_path / "run")
+    limit, record = run.parts.controller.target, run.go().record
+    cost = run.parts.cost.of_widths(run.parts.model, widths_of(hiap.load(tmp_path / "run/compact")))
+    assert len(seen) == min(len(errors), 2) and seen[0] <= limit
+    assert record.get("table_error") == kept and record["predicted"] == pytest.approx(cost * (kept or 1.0))
+    assert 0.9 * limit < record["predicted"] <= limit
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["cost"] == pytest.approx(record["predicted"])
+    assert ("chosen again" in capsys.readouterr().out) is (kept is not None)
+
+
+def test_the_error_of_a_table_is_against_the_dense_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = timm.create_model("vit_tiny_patch16_224", **SHAPE)
+    cost = LatencyCost(model, synthetic(dim=16, tokens=5))
+    widths = [replace(one, neurons=8) for one in widths_of(model)]
+    said = cost.of_widths(model, widths) / (cost.outside + cost.dense)
+    timed: dict[str, float] = {}
+
+    def there(_cost: LatencyCost, networks: tuple[torch.nn.Module, torch.nn.Module], _device: Any) -> dict[str, float]:
+        assert networks[0] is model and widths_of(networks[1]) == widths
+        return timed
+
+    monkeypatch.setattr("hiap.training.costs.measured_there", there)
+    assert table_error(cost, model, widths, CPU) is None
+    timed |= {"dense_measured": 8.0, "measured": 8.0 * said * 1.03}  # the device has half of the speed it had
+    assert table_error(cost, model, widths, CPU) == pytest.approx(1.03)
+    timed["measured"] = 8.0 * said * 1.5
+    assert table_error(cost, model, widths, CPU) == 1.1
+    timed["measured"] = 8.0 * said * 0.5
+    assert table_error(cost, model, widths, CPU) == 1 / 1.1
 
 
 @pytest.mark.slow

@@ -217,6 +217,13 @@ class Controller:
         )
         return Topology(blocks, tuple(site.widths for site in self.sites))
 
+    def retarget(self, target: float) -> bool:
+        """Aim at another cost from now on. False, and nothing changes, where it is out of reach."""
+        if not self.low <= target < self.dense_cost:
+            return False
+        self.target = target
+        return True
+
     def neighbours(self, distance: float) -> list[dict[str, Any]]:
         """The networks that budgets just below, at and just above the target would give; those that can be reached.
 

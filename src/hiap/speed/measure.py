@@ -254,7 +254,7 @@ def measured(
     try:
         dense, compact = network_costs(networks, device, table, other)
     except (RuntimeError, ValueError) as error:
-        warnings.warn(f"the result is saved, but its time cannot be measured here: {error}", stacklevel=2)
+        warnings.warn(f"the network cannot be timed here: {error}", stacklevel=2)
         return {}
     return {"dense_measured": dense, "measured": compact}
 

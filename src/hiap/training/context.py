@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
@@ -22,6 +22,7 @@ from hiap.nn.compact import Widths
 from hiap.pruning.count import macs_of_widths
 from hiap.pruning.merging import Merged
 from hiap.training.config import Config
+from hiap.training.costs import table_error
 from hiap.training.descent import Descent
 from hiap.training.evaluate import evaluate
 from hiap.training.features import FeatureObjective, feature_scores
@@ -30,6 +31,8 @@ from hiap.training.run_folder import RunFolder
 from hiap.training.setup import Setup, make_teacher
 
 __all__ = ["Context"]
+
+Found = TypeVar("Found")
 
 
 class Context:
@@ -92,13 +95,25 @@ class Context:
         def table(measured: Callable[[], LatencyTable]) -> LatencyTable:
             if kept is not None:
                 return kept
-            found: list[LatencyTable | None] = [measured() if self.main else None]
-            if self.world > 1:
-                broadcast_object_list(found)
-            assert found[0] is not None
-            return found[0]
+            found = self._by_main(measured)
+            assert found is not None
+            return found
 
         return table
+
+    def _by_main(self, measured: Callable[[], Found | None]) -> Found | None:
+        """What the main process has measured, in all of them."""
+        found = [measured() if self.main else None]
+        if self.world > 1:
+            broadcast_object_list(found)
+        return found[0]
+
+    def table_error(self, widths: Sequence[Widths]) -> float | None:
+        """How much slower a network of these widths is than the latency table says; None where that cannot be known."""
+        cost, dense = self.parts.cost, self.parts.model
+        if not isinstance(cost, LatencyCost):
+            return None
+        return self._by_main(lambda: table_error(cost, dense, widths, self.device))
 
     def dense(self) -> nn.Module:
         """A copy of the dense model on the device."""
@@ -172,5 +187,11 @@ class Context:
             "open_ffns": sum(one.neurons is not None for one in widths),
         }
         return facts | (
-            {"cost": self.parts.cost.of_widths(dense, widths)} if isinstance(self.parts.cost, LatencyCost) else {}
+            {"cost": self.corrected(self.parts.cost.of_widths(dense, widths))}
+            if isinstance(self.parts.cost, LatencyCost)
+            else {}
         )
+
+    def corrected(self, cost: float) -> float:
+        """A cost by the table, as the clock has corrected it at the freeze."""
+        return cost * float(self.record.get("table_error", 1.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,11 +19,14 @@ from hiap.errors import InputError
 from hiap.export.latency_tables import other_runtime
 from hiap.models.registry import widths_of
 from hiap.nn.compact import Widths
-from hiap.speed.clock import device_name
+from hiap.pruning.extract import shrink
+from hiap.speed.clock import device_name, materialise
 from hiap.speed.measure import measure, measured
 from hiap.training.config import Config, ConfigError
 
-__all__ = ["make_controller", "make_cost", "measure_here", "measured_there"]
+__all__ = ["make_controller", "make_cost", "measure_here", "measured_there", "table_error"]
+
+MOST = 1.1  # that a table is taken to be wrong by
 
 
 def make_cost(model: nn.Module, config: Config, table: LatencyTable | None = None) -> Cost:
@@ -75,9 +79,27 @@ def measured_there(
     try:
         other = other_runtime(table.runtime, cpu, table.precision, table.unit)
     except InputError as error:
-        warnings.warn(f"the result is saved, but its time cannot be measured here: {error}", stacklevel=2)
+        warnings.warn(f"the network cannot be timed here: {error}", stacklevel=2)
         return {}
     return measured(cost, networks, cpu, other)
+
+
+def table_error(cost: LatencyCost, model: nn.Module, widths: Sequence[Widths], device: torch.device) -> float | None:
+    """How much slower a network is, against the dense one, than the table says: 1.02 is two per cent.
+
+    None where the table is of another device. More than a tenth is taken for a disturbed clock, and counts as a tenth.
+
+    Args:
+        model: the dense model.
+        widths: of the blocks of the network. Its weights do not matter.
+    """
+    network = materialise(shrink(copy.deepcopy(model), widths), next(model.parameters()).device).eval()
+    found = measured_there(cost, (model, network), device)
+    if not found:
+        return None
+    clock = found["measured"] / found["dense_measured"]
+    said = cost.of_widths(model, widths) / cost.of_widths(model, widths_of(model))
+    return float(min(max(clock / said, 1 / MOST), MOST))
 
 
 def make_controller(

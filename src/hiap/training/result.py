@@ -77,7 +77,10 @@ def finish(context: Context, phase: Recover, out: Path, rescue: str) -> Result:
     cost = context.parts.cost
     if isinstance(cost, LatencyCost):
         networks = (context.parts.model, model) if context.main else None
-        record.update(predicted(cost, model) | {"dense_predicted": context.parts.dense_cost})
+        said = predicted(cost, model)
+        record.update(
+            said | {"predicted": context.corrected(said["predicted"]), "dense_predicted": context.parts.dense_cost}
+        )
         record.update(measured_there(cost, networks, context.device))
     if context.folder is not None:
         context.folder.report(record)

@@ -145,6 +145,30 @@ def test_unequal_widths_are_attended_in_steps_on_a_cpu_and_exported_as_one_opera
     assert sum("scaled_dot_product_attention" in one for one in operators) == 3
 
 
+@pytest.mark.parametrize(("qk_dim", "value_dim"), [(4, 6), (6, 4)])
+def test_unequal_widths_are_filled_up_on_a_cpu_where_there_are_many_scores(
+    qk_dim: int, value_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make()
+    topology = hiap.Topology.from_counts(model, qk_dims=[qk_dim] * 3, value_dims=[value_dim] * 3)
+    few = hiap.extract(model, topology, round_to=1)
+    many, x, widths = copy.deepcopy(few), images(model), []
+    few(x).square().sum().backward()
+    attend = plain.F.scaled_dot_product_attention
+
+    def seen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: object, **more: object) -> torch.Tensor:
+        widths.append({q.shape[-1], k.shape[-1], v.shape[-1]})
+        return attend(q, k, v, *how, **more)
+
+    monkeypatch.setattr(plain, "SCORES", 0)
+    monkeypatch.setattr(plain.F, "scaled_dot_product_attention", seen)
+    y = many(x)
+    assert widths == [{6}] * 3 and close(y, few(x), 1e-12)
+    y.square().sum().backward()
+    for one, other in zip(few.parameters(), many.parameters(), strict=True):
+        assert close(other.grad, one.grad, 1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_any_dtype_and_the_input_is_left_alone(dtype: torch.dtype) -> None:
     model = hiap.attach(make("layer_scale", drop_path_rate=0.1), ALL).to(dtype).train()

@@ -102,7 +102,8 @@ def _rows(record: dict[str, Any], found: Sequence[Speed]) -> list[tuple[str, str
         times = (f"{one.dense_ms:.2f} ms", f"{one.compact_ms:.2f} ms", one.comparison())
         rows.append((f"latency, batch {one.batch}", *times))
     if "predicted" in record:
-        for name, key in (("by the table", "predicted"), ("measured like it", "measured")):
+        table = "table, corrected" if "table_error" in record else "by the table"
+        for name, key in ((table, "predicted"), ("measured like it", "measured")):
             if key in record:
                 dense, compact, unit = record[f"dense_{key}"], record[key], record["unit"]
                 rows.append((name, f"{dense:.3f} {unit}", f"{compact:.3f} {unit}", f"{dense / compact:.2f}x"))

@@ -23,6 +23,8 @@ from hiap.nn.rotary import Rope, Rotary
 
 __all__ = ["Attention", "Block", "Constant", "GluMlp", "Mlp", "Widths", "has_bias", "is_glu", "shrink_block"]
 
+SCORES = 2**19  # of attention that plain products hold at once; more of them no longer fit into the cache of a CPU
+
 
 @dataclass(frozen=True)
 class Widths:
@@ -123,10 +125,14 @@ class Attention(nn.Module):
             bias = self.position().to(q.dtype)
             attn_mask = bias if attn_mask is None else bias + attn_mask
         scale, drop = self.head_dim**-0.5, self.attn_drop.p if self.training else 0.0
-        if self.qk_dim != self.value_dim and attn_mask is None and not is_causal and not drop and _in_steps(q):
+        if self.qk_dim == self.value_dim or not _is_unfused(q):
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask, drop, is_causal, scale=scale)
+        elif attn_mask is None and not is_causal and not drop and q.shape[:3].numel() * q.shape[2] <= SCORES:
             mixed = ((q * scale) @ k.transpose(-2, -1)).softmax(dim=-1) @ v
         else:
+            q, k, v = (F.pad(one, (0, max(self.qk_dim, self.value_dim) - one.shape[-1])) for one in (q, k, v))
             mixed = F.scaled_dot_product_attention(q, k, v, attn_mask, drop, is_causal, scale=scale)
+            mixed = mixed[..., : self.value_dim]
         x: Tensor = mixed.transpose(1, 2).reshape(q.shape[0], q.shape[2], self.split[2])
         return x
 
@@ -134,10 +140,11 @@ class Attention(nn.Module):
         return f"heads={self.num_heads}, qk_dim={self.qk_dim}, value_dim={self.value_dim}"
 
 
-def _in_steps(q: Tensor) -> bool:
-    """Whether attention of unequal q/k and value widths is to be computed step by step.
+def _is_unfused(q: Tensor) -> bool:
+    """Whether torch has no fused kernel for attention of unequal q/k and value widths: on a CPU.
 
-    On a CPU torch has no fused kernel for it, and its own steps take about twice as long as these in float32.
+    Its own steps take about twice as long as plain products in float32. With many scores the equal widths of its fused
+    kernel are faster still, filled up with zeros.
     """
     return q.device.type == "cpu" and q.dtype.itemsize >= 4 and not torch.compiler.is_compiling()
 

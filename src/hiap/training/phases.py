@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from hiap.training.snapshots import SNAPSHOTS, log_snapshot, whole_cost
 
 __all__ = ["SOFT_SCORES", "Dense", "Recover", "Search", "align", "restore"]
 
-CORRECTIONS = 2  # of a choice by the clock, at most
+TIMED = 3  # networks, at most, that are timed before one is cut out
 NEAR = 0.01  # that a time may be off
 MEASURED = 10  # moves of the budget from one measurement of whole branches to the next
 SOFT_SCORES = 8  # evaluations of a search, at most, that are made with gates as in training as well
@@ -280,22 +281,25 @@ class Search(Phase):
         A table is a little too high here and too low there, and a search for the best network prefers what the table
         finds too fast.
         """
-        context, target = self.context, controller.target
-        topology = controller.decide()
-        for _ in range(CORRECTIONS):
-            error = context.table_error(topology.widths(context.config.round_to))
-            if error is None:
-                break
-            slower = f"timed    {abs(error - 1):.1%} {'slower' if error >= 1 else 'faster'} than the table says"
-            if abs(error / context.record.get("table_error", 1.0) - 1) <= NEAR:
-                context.say(slower)
-                break
-            if not controller.retarget(target / error):
-                context.say(f"{slower}, and the target is at the edge of what can be reached: left as it is")
-                break
-            context.say(f"{slower}: chosen again")
-            context.record["table_error"] = error
+        context, cost, target = self.context, controller.cost, controller.target
+        seen: list[tuple[float, float, float, Topology]] = []  # by the clock, table's error and target, what is kept
+        for _ in range(TIMED):
             topology = controller.decide()
+            widths = topology.widths(context.config.round_to)
+            error = context.table_error(widths)
+            if error is None:
+                return topology
+            context.say(f"timed    {abs(error - 1):.1%} {'slower' if error >= 1 else 'faster'} than the table says")
+            if not seen and abs(error - 1) <= NEAR:
+                return topology
+            clock = error * cost.of_widths(self.network, widths)
+            seen.append((clock, error, controller.target, topology))
+            if (1 - 2 * NEAR) * target <= clock <= target or not controller.retarget((1 - NEAR) * target / error):
+                break
+        fast = [one for one in seen if one[0] <= target]
+        _, error, goal, topology = max(fast, key=itemgetter(0)) if fast else min(seen, key=itemgetter(0))
+        controller.retarget(goal)
+        context.record["table_error"] = error
         return topology
 
     def state_dict(self) -> tuple[Tensors, Values]:

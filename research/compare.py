@@ -20,7 +20,8 @@ several processes may share a device and a records file. `--like hiap` gives eve
 into HiAP's training time. `--set` makes a variant of a method, with rows of its own.
 
 With `--cost`, a table of `hiap measure`, the target is in time. `hiap_time` is HiAP with that target. Every other
-method gets the most MACs with which the table says it meets the target, `hiap` too.
+method gets the most MACs with which the table says it meets the target, `hiap` too. HiAP's networks are timed on the
+device of the table before they are cut out, while the other runs of a batch stand still.
 
 Several targets are the sizes of one run (`--epochs` is the length of all of them), at one learning rate. Each leaves a
 record with the epochs up to it, whose `set` names the sizes before it: `after=70%:5` is five epochs at 70 %.
@@ -93,6 +94,7 @@ from outcome import outcome
 from prune_tiny_imagenet import BASE, STARTS, assignments, configuration, tenths
 from record import CLOCK, KEY, SPEED, network_of, read
 from report import table
+from turns import LOCK
 
 CLOCKED = 12  # steps of an epoch that `clock` takes
 
@@ -345,9 +347,10 @@ def batch(options: argparse.Namespace, common: list[str], parser: argparse.Argum
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.jobs))}
 
     def failed(command: list[str]) -> bool:
-        return bool(subprocess.run([sys.executable, __file__, *command], env=threads | os.environ).returncode)
+        variables = threads | os.environ | {LOCK: lock.name}
+        return bool(subprocess.run([sys.executable, __file__, *command], env=variables).returncode)
 
-    with ThreadPoolExecutor(options.jobs) as pool:
+    with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(options.jobs) as pool:
         lost = [shlex.join(c) for group in groups for c, bad in zip(group, pool.map(failed, group), strict=True) if bad]
     if lost:
         raise SystemExit("\n".join(["these failed; the same batch tries them again, and nothing else:", *lost]))

@@ -25,7 +25,7 @@ from hiap.data.sources import Augmentation, ByteData
 from hiap.training.config import Config
 from hiap.training.loop import Run
 from hiap.training.phase import Phase
-from hiap.training.phases import Search, align
+from hiap.training.phases import Search
 from methods import BATCHES, FIVE, Peer, controller_of, random_topology
 from prune_tiny_imagenet import configuration
 from tiny_imagenet import CLASSES, read_tiles
@@ -110,7 +110,7 @@ def ranked_once(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     data, result = images(options.data, config, 5), {}
     with tempfile.TemporaryDirectory() as folder:
         peer = Peer(config, Path(folder, "run"), data, lambda peer: peer.dense)
-        align(peer.context, peer.dense)
+        peer.context.align(peer.dense)
         print(f"{config.target} of the MACs, ranked on {BATCHES * BATCH} images, {data.val_size} scored")
         for name, make in rankings(peer).items():
             scores = peer.context.scores(make().eval(), peer.objective.teacher)

@@ -30,14 +30,16 @@ from hiap.nn.granularities import PAPER
 from hiap.pruning.count import expected_counts, macs_of_widths
 from hiap.training.config import Config
 from hiap.training.context import Context
+from hiap.training.costs import table_error
 from hiap.training.features import FeatureObjective
 from hiap.training.loop import Run
 from hiap.training.objective import cost_terms, feasibility_terms
 from hiap.training.phase import Phase
-from hiap.training.phases import Recover, Search, align
+from hiap.training.phases import Recover, Search
 from hiap.training.probes import embed_images, knn_top1
 from hiap.training.setup import model_arguments
 from narrower import torch_pruning_aligned, torch_pruning_isomorphic, torch_pruning_taylor
+from turns import alone
 
 BATCHES = 26  # that one-shot rankings are estimated on
 HALVINGS = 10  # of the range of MACs, to meet a time
@@ -67,7 +69,7 @@ class Peer:
     def network(self) -> nn.Module:
         """What is to be trained."""
         if self.config.align_heads:
-            align(self.context, self.dense)
+            self.context.align(self.dense)
         cost, wanted = self.run.parts.cost, Target.parse(self.config.target)
         if isinstance(cost, LatencyCost):
             return self._within(cost, wanted.absolute(cost.outside + cost.dense)).to(self.context.device)
@@ -126,13 +128,28 @@ def compile_steps(phase: Recover) -> Recover:
     return phase
 
 
-class CompiledSearch(Search):
-    """HiAP's search, with a recovery in compiled steps."""
+class SharedSearch(Search):
+    """HiAP's search on a device that runs share.
+
+    Args:
+        table: with a target in time; a network is timed while the other runs of a batch stand still.
+        faster: the training steps of the small network are compiled.
+    """
+
+    def __init__(self, context: Context, *, table: LatencyTable | None, faster: bool, **more: Any) -> None:
+        self.table, self.faster = table, faster
+        super().__init__(context, **more)
+
+    def table_error(self, widths: Sequence[Widths]) -> float | None:
+        if self.table is None:
+            return None
+        dense = self.context.parts.model
+        return table_error(LatencyCost(dense, self.table), dense, widths, self.context.device, alone)
 
     def next(self) -> Phase:
         following = super().next()
         assert isinstance(following, Recover)
-        return compile_steps(following)
+        return compile_steps(following) if self.faster else following
 
 
 def accuracy(context: Context, model: nn.Module) -> float:
@@ -194,24 +211,25 @@ def gated_run(
 ) -> Run:
     """A run of HiAP, or of gates under a penalty, which no projection moves.
 
-    With a target in time, `hiap` is HiAP by MACs, of so many that the table says it takes the time. No network is timed
-    when its run ends: runs share a device, and `speed` times them all.
+    With a target in time, `hiap` is HiAP by MACs, of so many that it takes the time. No network is timed when its run
+    ends: `speed` times them all.
 
     Args:
         every: steps from one move of HiAP's budget to the next, if not the usual ones.
         faster: the training steps of the small network are compiled.
     """
     penalty = LEARNED.get(method)
+    table = None if config.cost is None else LatencyTable.load(config.cost)
 
     def search(context: Context) -> Search:
-        kind = CompiledSearch if faster else Search
-        return kind(context, every=every if penalty is None else 0, penalty=penalty)
+        every_step = every if penalty is None else 0
+        return SharedSearch(context, table=table, faster=faster, every=every_step, penalty=penalty)
 
-    if config.cost is None:
+    if table is None:
         return Run(config, out, data=data, first=search)
-    table = replace(LatencyTable.load(config.cost), device="shared")  # a run times its network on the table's device
+    elsewhere = replace(table, device="shared")  # a run times its network on the table's device
     kind = LatencyCost if method == TIMED else MacRanked
-    return Run(config, out, data=data, first=search, cost=lambda model: kind(model, table))
+    return Run(config, out, data=data, first=search, cost=lambda model: kind(model, elsewhere))
 
 
 # -- one-shot rankings ------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from narrower import counted_macs
 KEPT = (
     *("top1", "top1_before", "dense_top1", "error", "dense_macs", "expected_macs", "undecided", "soft_top1"),
     "hard_top1",
+    "table_error",
 )
 
 

@@ -58,6 +58,7 @@ class Record:
         expected_macs: MACs that the gates expect at the freeze, as a share of the dense model's.
         macs: MACs of the pruned network for one image.
         dense_macs: MACs of the dense model for one image.
+        table_error: how much slower the network was than the latency table says, where it was chosen again for that.
         search: share of the steps before the freeze; 0 where nothing is searched.
         epoch_s: seconds of the fastest epoch of each stage.
         trial_epochs: length of the runs that chose the learning rate, if it is not `epochs`.
@@ -93,6 +94,7 @@ class Record:
     expected_macs: float | None = None
     macs: int | None = None
     dense_macs: int | None = None
+    table_error: float | None = None
     search: float | None = None
     epoch_s: dict[str, float] | None = None
     trial_epochs: int | None = None

@@ -47,6 +47,7 @@ def test_a_target_in_time_measures_the_device_once_and_keeps_the_table(
         return replace(own, outside=float(len(calls)))  # no two measurements are the same
 
     monkeypatch.setattr("hiap.training.costs.measure", measured)
+    monkeypatch.setattr("hiap.training.context.table_error", lambda *_: 1.0)  # the table is made up
     given = {"model_args": SHAPE, "dense_epochs": 0, "epochs": 2, "target": "1.3x", "deploy": "2"}
     config = read_config("digits", {**given, "checkpoint_every": 2})
     run = Run(config, tmp_path / "run")
@@ -115,7 +116,7 @@ def test_the_error_of_a_table_is_against_the_dense_network(monkeypatch: pytest.M
     said = cost.of_widths(model, widths) / (cost.outside + cost.dense)
     timed: dict[str, float] = {}
 
-    def there(_cost: LatencyCost, networks: tuple[torch.nn.Module, torch.nn.Module], _device: Any) -> dict[str, float]:
+    def there(_cost: object, networks: tuple[torch.nn.Module, torch.nn.Module], *_how: object) -> dict[str, float]:
         assert networks[0] is model and widths_of(networks[1]) == widths
         return timed
 

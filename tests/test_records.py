@@ -13,7 +13,7 @@ from PIL import Image
 import compare
 from record import KEY, Record, read
 from report import chosen, mean_top1, table
-from test_research import FOLDER
+from test_research_commands import FOLDER
 
 
 @pytest.mark.slow

@@ -125,14 +125,14 @@ class Attention(nn.Module):
             bias = self.position().to(q.dtype)
             attn_mask = bias if attn_mask is None else bias + attn_mask
         scale, drop = self.head_dim**-0.5, self.attn_drop.p if self.training else 0.0
-        if self.qk_dim == self.value_dim or not _is_unfused(q):
+        unusual = attn_mask is not None or is_causal or drop
+        if self.qk_dim == self.value_dim or unusual or not _is_unfused(q):
             mixed = F.scaled_dot_product_attention(q, k, v, attn_mask, drop, is_causal, scale=scale)
-        elif attn_mask is None and not is_causal and not drop and q.shape[:3].numel() * q.shape[2] <= SCORES:
+        elif q.shape[:3].numel() * q.shape[2] <= SCORES:
             mixed = ((q * scale) @ k.transpose(-2, -1)).softmax(dim=-1) @ v
         else:
             q, k, v = (F.pad(one, (0, max(self.qk_dim, self.value_dim) - one.shape[-1])) for one in (q, k, v))
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask, drop, is_causal, scale=scale)
-            mixed = mixed[..., : self.value_dim]
+            mixed = F.scaled_dot_product_attention(q, k, v, scale=scale)[..., : self.value_dim]
         x: Tensor = mixed.transpose(1, 2).reshape(q.shape[0], q.shape[2], self.split[2])
         return x
 

@@ -13,6 +13,7 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,10 +33,12 @@ from hiap.speed.fused import fuse, hindrance
 from hiap.speed.inference import compiled, optimize
 from hiap.speed.steps import NEURONS
 
-__all__ = ["OtherRuntime", "measure", "measured", "network_costs", "predicted"]
+__all__ = ["Alone", "OtherRuntime", "measure", "measured", "network_costs", "predicted"]
 
 SECONDS = 0.3  # that a call on a CPU is timed for, or longer where it takes long
 CHAIN = 4  # copies of a part in one timed call, one after the other as in a network
+
+Alone = Callable[[], AbstractContextManager[None]]  # keeps others off the device
 
 
 @dataclass(frozen=True)
@@ -195,16 +198,27 @@ def measure(
 
 
 def network_costs(
-    networks: Iterable[nn.Module], device: torch.device, table: LatencyTable, other: OtherRuntime | None = None
+    networks: Iterable[nn.Module],
+    device: torch.device,
+    table: LatencyTable,
+    other: OtherRuntime | None = None,
+    alone: Alone = nullcontext,
 ) -> Iterator[float]:
-    """A forward of each network, run and timed as the table says. On a CPU each takes turns with the first one."""
+    """A forward of each network, run and timed as the table says. On a CPU each takes turns with the first one.
+
+    Args:
+        alone: held while the clock runs, and not while a network is compiled.
+    """
     clock: Callable[[Call], float] | None = None
     how = (table.batch, table.mode, other, table.kernels)
     with precision(table.precision) as dtype:
         for network in networks:
             call = _network_call(network, device, dtype, *how)
-            clock = clock or _clock(table.unit, device, table.mode, call)
-            yield clock(call)
+            call()
+            with alone():
+                clock = clock or _clock(table.unit, device, table.mode, call)
+                cost = clock(call)
+            yield cost
 
 
 def _network_call(
@@ -246,13 +260,14 @@ def measured(
     networks: tuple[nn.Module, nn.Module] | None,
     device: torch.device,
     other: OtherRuntime | None = None,
+    alone: Alone = nullcontext,
 ) -> dict[str, Any]:
     """What the clock says of the dense and the compact model, if this is the device of the table."""
     table = cost.table
     if networks is None or table.runtime != (other.name if other else "torch") or table.device != device_name(device):
         return {}
     try:
-        dense, compact = network_costs(networks, device, table, other)
+        dense, compact = network_costs(networks, device, table, other, alone)
     except (RuntimeError, ValueError) as error:
         warnings.warn(f"the network cannot be timed here: {error}", stacklevel=2)
         return {}

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from hiap.budget.latency import LatencyCost, LatencyTable
 from hiap.data.images import mix_seed
 from hiap.data.sources import Data
 from hiap.nn.compact import Widths
+from hiap.pruning.align import align_heads
 from hiap.pruning.count import macs_of_widths
 from hiap.pruning.merging import Merged
 from hiap.training.config import Config
@@ -31,6 +33,8 @@ from hiap.training.run_folder import RunFolder
 from hiap.training.setup import Setup, make_teacher
 
 __all__ = ["Context"]
+
+ALIGNING = 512  # images, at least, that the basis of heads is found on
 
 Found = TypeVar("Found")
 
@@ -122,6 +126,15 @@ class Context:
     def start(self, dense: nn.Module) -> nn.Module:
         """What the search begins with, on the device: the dense model itself, or a copy of a smaller network."""
         return dense if self.parts.start is None else copy.deepcopy(self.parts.start).to(self.device)
+
+    def align(self, network: nn.Module) -> None:
+        """Concentrate the heads of a network in few dims, of the kinds that have gates."""
+        queries, values = "qk_dim" in self.parts.kinds, "value_dim" in self.parts.kinds
+        batch = self.config.batch_size
+        batches = self.data.train(self.seen, 0, batch, self.rank, self.world)
+        images = (x.to(self.device) for x, _ in islice(batches, -(-ALIGNING // batch)))
+        if queries or values:
+            align_heads(network, images, queries=queries, values=values, reduce=self.mean)
 
     def merging(self, network: nn.Module) -> nn.Module:
         """A compact network as it is trained after the search: as it is, or merging tokens, on the same parameters."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from hiap.models.registry import widths_of
 from hiap.nn.compact import Widths
 from hiap.pruning.extract import shrink
 from hiap.speed.clock import device_name, materialise
-from hiap.speed.measure import measure, measured
+from hiap.speed.measure import Alone, measure, measured
 from hiap.training.config import Config, ConfigError
 
 __all__ = ["make_controller", "make_cost", "measure_here", "measured_there", "table_error"]
@@ -67,12 +68,15 @@ def measure_here(model: nn.Module, config: Config, device: torch.device, say: Ca
 
 
 def measured_there(
-    cost: LatencyCost, networks: tuple[nn.Module, nn.Module] | None, device: torch.device
+    cost: LatencyCost,
+    networks: tuple[nn.Module, nn.Module] | None,
+    device: torch.device,
+    alone: Alone = nullcontext,
 ) -> dict[str, Any]:
     """What the clock says of the dense and the compact model in the runtime of the table, if this is its device."""
     table = cost.table
     if table.runtime == "torch":
-        return measured(cost, networks, device)
+        return measured(cost, networks, device, alone=alone)
     cpu = torch.device("cpu")
     if table.device != device_name(cpu):
         return {}
@@ -81,10 +85,16 @@ def measured_there(
     except InputError as error:
         warnings.warn(f"the network cannot be timed here: {error}", stacklevel=2)
         return {}
-    return measured(cost, networks, cpu, other)
+    return measured(cost, networks, cpu, other, alone)
 
 
-def table_error(cost: LatencyCost, model: nn.Module, widths: Sequence[Widths], device: torch.device) -> float | None:
+def table_error(
+    cost: LatencyCost,
+    model: nn.Module,
+    widths: Sequence[Widths],
+    device: torch.device,
+    alone: Alone = nullcontext,
+) -> float | None:
     """How much slower a network is, against the dense one, than the table says: 1.02 is two per cent.
 
     None where the table is of another device. More than a half is taken for a disturbed clock, and counts as a half.
@@ -92,9 +102,10 @@ def table_error(cost: LatencyCost, model: nn.Module, widths: Sequence[Widths], d
     Args:
         model: the dense model.
         widths: of the blocks of the network. Its weights do not matter.
+        alone: held while the clock runs.
     """
     network = materialise(shrink(copy.deepcopy(model), widths), next(model.parameters()).device).eval()
-    found = measured_there(cost, (model, network), device)
+    found = measured_there(cost, (model, network), device, alone)
     if not found:
         return None
     clock = found["measured"] / found["dense_measured"]

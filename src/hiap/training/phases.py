@@ -7,8 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import islice
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -18,13 +16,13 @@ from hiap.budget.controller import Controller
 from hiap.budget.cost import MacCost
 from hiap.models.registry import family_of, sites
 from hiap.nn.compact import Widths
-from hiap.pruning.align import align_heads
 from hiap.pruning.attach import attach, gates, is_gated, parameter_groups, set_gates
 from hiap.pruning.count import expected_counts
 from hiap.pruning.extract import Provenance, extract, note_provenance, origin_of, provenance_of, rebuild, slices
 from hiap.pruning.merging import unmerged
 from hiap.pruning.topology import Topology, harden, set_topology
 from hiap.training.context import Context
+from hiap.training.decision import decide
 from hiap.training.features import FeatureObjective
 from hiap.training.objective import Teacher, cost_terms, feasibility_terms
 from hiap.training.optimizer_state import carry_optimizer
@@ -32,13 +30,10 @@ from hiap.training.phase import Phase, Tensors, Values, part
 from hiap.training.schedule import projection_interval
 from hiap.training.snapshots import SNAPSHOTS, log_snapshot, whole_cost
 
-__all__ = ["SOFT_SCORES", "Dense", "Recover", "Search", "align", "restore"]
+__all__ = ["SOFT_SCORES", "Dense", "Recover", "Search", "restore"]
 
-TIMED = 3  # networks, at most, that are timed before one is cut out
-NEAR = 0.01  # that a time may be off
 MEASURED = 10  # moves of the budget from one measurement of whole branches to the next
 SOFT_SCORES = 8  # evaluations of a search, at most, that are made with gates as in training as well
-ALIGNING = 512  # images, at least, that the basis of heads is found on
 NEW = 10.0  # times faster a new classifier learns than the trained rest of a dense model
 
 
@@ -119,7 +114,7 @@ class Search(Phase):
         teacher = context.teacher(dense)
         network = context.start(dense)
         if fresh and (config.align_heads if config.align_heads is not None else config.target):
-            align(context, network)
+            context.align(network)
         network = attach(network, parts.kinds, config.keep_blocks, logit=config.start_logit, seed=config.seed)
         self.controller: Controller | None = parts.control(network) if config.target else None
         self.every = projection_interval(schedule.freeze) if every is None else every
@@ -251,7 +246,10 @@ class Search(Phase):
         network = self.network = self.unwrapped()
         key = config.metric.key
         found: Values = {"freeze_step": self.step, f"soft_{key}": self.scores(soft=True)[key]}
-        topology = self._decide(self.controller) if self.controller is not None else harden(network)
+        topology = harden(network)
+        if self.controller is not None:
+            topology, error = decide(self.controller, config.round_to, self.table_error, context.say)
+            context.record |= {} if error is None else {"table_error": error}
         log_snapshot(context, network, self.step, topology, self.controller)
         found["neighbours"] = (
             self.controller.neighbours(0.01 * whole_cost(context)) if self.controller is not None else []
@@ -275,32 +273,9 @@ class Search(Phase):
             unmerged(phase.ema.module).load_state_dict(average.state_dict())
         return phase
 
-    def _decide(self, controller: Controller) -> Topology:
-        """What is kept. With a target in time the network is timed and, where the table is wrong, chosen again.
-
-        A table is a little too high here and too low there, and a search for the best network prefers what the table
-        finds too fast.
-        """
-        context, cost, target = self.context, controller.cost, controller.target
-        seen: list[tuple[float, float, float, Topology]] = []  # by the clock, table's error and target, what is kept
-        for _ in range(TIMED):
-            topology = controller.decide()
-            widths = topology.widths(context.config.round_to)
-            error = context.table_error(widths)
-            if error is None:
-                return topology
-            context.say(f"timed    {abs(error - 1):.1%} {'slower' if error >= 1 else 'faster'} than the table says")
-            if not seen and abs(error - 1) <= NEAR:
-                return topology
-            clock = error * cost.of_widths(self.network, widths)
-            seen.append((clock, error, controller.target, topology))
-            if (1 - 2 * NEAR) * target <= clock <= target or not controller.retarget((1 - NEAR) * target / error):
-                break
-        fast = [one for one in seen if one[0] <= target]
-        _, error, goal, topology = max(fast, key=itemgetter(0)) if fast else min(seen, key=itemgetter(0))
-        controller.retarget(goal)
-        context.record["table_error"] = error
-        return topology
+    def table_error(self, widths: Sequence[Widths]) -> float | None:
+        """How much slower a network is than the latency table says; None where that cannot be known."""
+        return self.context.table_error(widths)
 
     def state_dict(self) -> tuple[Tensors, Values]:
         tensors, values = super().state_dict()
@@ -414,13 +389,3 @@ def fixed(context: Context, network: nn.Module) -> nn.Module:
         gate.gradient = None
         gate.logit.requires_grad_(False)
     return network
-
-
-def align(context: Context, dense: nn.Module) -> None:
-    """Concentrate heads in few dims, of the kinds that have gates."""
-    parts, batch = context.parts, context.config.batch_size
-    queries, values = "qk_dim" in parts.kinds, "value_dim" in parts.kinds
-    batches = context.data.train(context.seen, 0, batch, context.rank, context.world)
-    images = (x.to(context.device) for x, _ in islice(batches, -(-ALIGNING // batch)))
-    if queries or values:
-        align_heads(dense, images, queries=queries, values=values, reduce=context.mean)

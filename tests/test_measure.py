@@ -2,6 +2,8 @@
 
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,7 +74,19 @@ def test_measuring(tmp_path: Path) -> None:
     assert (table.mode, table.dim, table.tokens) == ("eager", 32, 17)
     cost = LatencyCost(model, table, device_name(CPU), "fp32")
     assert 0.2 < (cost.outside + cost.dense) / table.dense < 5  # no clock is trusted here; research/latency.py is
-    assert all(ms > 0 for ms in network_costs([model, model], CPU, table))
+    seen = []
+    model.register_forward_pre_hook(lambda *_: seen.append("forward"))
+
+    @contextmanager
+    def alone() -> Iterator[None]:
+        seen.append("begins")
+        yield
+        seen.append("ends")
+
+    assert all(ms > 0 for ms in network_costs([model, model], CPU, table, alone=alone))
+    assert seen[:2] == ["forward", "begins"] and seen[-1] == "ends" and seen.count("ends") == 2
+    second = seen.index("ends") + 1  # the first call of a network, which may be compiled in it, is not timed
+    assert seen[second : second + 2] == ["forward", "begins"]
     for mode in ("graph", "compile"):
         with pytest.raises(LatencyError, match=f"mode '{mode}' needs a CUDA device"):
             measure(model, CPU, "fp32", 2, mode=mode)

@@ -49,9 +49,8 @@ def main() -> None:
             result = Run(config, Path(folder, "run"), data=data, first=forked(power)).go()
             lines = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
         record, scores = result.record, [f"{line['top1']:.2f}" for line in lines if "top1" in line]
-        print(
-            f"power {power:g}, {record['predicted']:.3f} {record['unit']}, {record['macs'] / record['dense_macs']:.1%}"
-        )
+        share = record["macs"] / record["dense_macs"]
+        print(f"power {power:g}, {record['predicted']:.3f} {record['unit']}, {share:.1%} of the MACs")
         print([(one.heads, one.qk_dim, one.value_dim, one.neurons) for one in widths_of(result.model)])
         print(f"{record['hard_top1']:.2f} at the freeze, then", *scores, flush=True)
 

@@ -20,8 +20,8 @@ several processes may share a device and a records file. `--like hiap` gives eve
 into HiAP's training time. `--set` makes a variant of a method, with rows of its own.
 
 With `--cost`, a table of `hiap measure`, the target is in time. `hiap_time` is HiAP with that target. Every other
-method gets the most MACs with which the table says it meets the target, `hiap` too. HiAP's networks are timed on the
-device of the table before they are cut out, while the other runs of a batch stand still.
+method gets the most MACs with which it meets the target, `hiap` too. On the device of the table every network is timed
+before it is trained or cut out, while the other runs of a batch stand still, and chosen again where the table is wrong.
 
 Several targets are the sizes of one run (`--epochs` is the length of all of them), at one learning rate. Each leaves a
 record with the epochs up to it, whose `set` names the sizes before it: `after=70%:5` is five epochs at 70 %.
@@ -80,6 +80,7 @@ from hiap.training.schedule import projection_interval
 from hiap.training.setup import dense_model, load_data
 from ladders import take_ladder
 from methods import (
+    ALIGNED,
     GATED,
     LEARNED,
     METHODS,
@@ -94,7 +95,7 @@ from outcome import outcome
 from prune_tiny_imagenet import BASE, STARTS, assignments, configuration, tenths
 from record import CLOCK, KEY, SPEED, network_of, read
 from report import table
-from turns import LOCK
+from turns import LOCK, lock_of_batch, resume_all
 
 CLOCKED = 12  # steps of an epoch that `clock` takes
 
@@ -311,7 +312,7 @@ def add_options(go: argparse.ArgumentParser, function: Callable[[argparse.Namesp
         "--methods",
         "--arms",
         help="--arms is the old spelling",
-        default=",".join(method for method in METHODS if method != TIMED),
+        default=",".join(method for method in METHODS if method not in (TIMED, ALIGNED)),
     )
     go.add_argument("--rates", default="2e-4,5e-4,1e-3", help="learning rates to try; a single one is used as it is")
     go.add_argument("--trial-epochs", type=int, help="of the runs that choose a learning rate; as --epochs by default")
@@ -348,9 +349,12 @@ def batch(options: argparse.Namespace, common: list[str], parser: argparse.Argum
 
     def failed(command: list[str]) -> bool:
         variables = threads | os.environ | {LOCK: lock.name}
-        return bool(subprocess.run([sys.executable, __file__, *command], env=variables).returncode)
+        ended = subprocess.run([sys.executable, __file__, *command], env=variables).returncode
+        if ended < 0:  # killed, and perhaps while the others stood still for it
+            resume_all()
+        return bool(ended)
 
-    with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(options.jobs) as pool:
+    with lock_of_batch() as lock, ThreadPoolExecutor(options.jobs) as pool:
         lost = [shlex.join(c) for group in groups for c, bad in zip(group, pool.map(failed, group), strict=True) if bad]
     if lost:
         raise SystemExit("\n".join(["these failed; the same batch tries them again, and nothing else:", *lost]))

@@ -17,6 +17,7 @@ from hiap.training.descent import Descent
 from hiap.training.ladder import Ladder
 from hiap.training.loop import Result, Run
 from hiap.training.rungs import rung_configs
+from methods import gated_run
 from outcome import outcome
 from record import KEY, read
 
@@ -56,7 +57,7 @@ def take_ladder(
     images, runs = data(), []
 
     def run(config: Config, folder: Path, resume: bool, descent: Descent | None) -> Run:
-        runs[:] = [Run(config, folder, resume, images, descent=descent)]
+        runs[:] = [gated_run(method, config, folder, images, faster=options.compile, resume=resume, descent=descent)]
         return runs[0]
 
     def each(result: Result) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
@@ -30,16 +29,15 @@ from hiap.nn.granularities import PAPER
 from hiap.pruning.count import expected_counts, macs_of_widths
 from hiap.training.config import Config
 from hiap.training.context import Context
-from hiap.training.costs import table_error
+from hiap.training.decision import choose
 from hiap.training.features import FeatureObjective
 from hiap.training.loop import Run
 from hiap.training.objective import cost_terms, feasibility_terms
-from hiap.training.phase import Phase
 from hiap.training.phases import Recover, Search
 from hiap.training.probes import embed_images, knn_top1
 from hiap.training.setup import model_arguments
 from narrower import torch_pruning_aligned, torch_pruning_isomorphic, torch_pruning_taylor
-from turns import alone
+from shared import SharedSearch, clock_error, compile_steps
 
 BATCHES = 26  # that one-shot rankings are estimated on
 HALVINGS = 10  # of the range of MACs, to meet a time
@@ -72,12 +70,36 @@ class Peer:
             self.context.align(self.dense)
         cost, wanted = self.run.parts.cost, Target.parse(self.config.target)
         if isinstance(cost, LatencyCost):
-            return self._within(cost, wanted.absolute(cost.outside + cost.dense)).to(self.context.device)
+            return self._timed(cost, wanted.absolute(cost.outside + cost.dense)).to(self.context.device)
         self.target = wanted.absolute(self.dense_macs)
         return self.make(self).to(self.context.device)
 
+    def _timed(self, cost: LatencyCost, most: float) -> nn.Module:
+        """The network of the most MACs that takes no longer."""
+        tried: list[float] = []
+
+        def make(allowed: float) -> nn.Module | None:
+            tried.append(allowed)
+            try:
+                return self._within(cost, allowed)
+            except BudgetError:
+                if len(tried) == 1:
+                    raise
+                return None
+
+        network, error = choose(
+            make,
+            lambda made: cost.of_widths(self.dense, widths_of(made)),
+            lambda made: clock_error(self.context, widths_of(made)),
+            most,
+            1.0,
+            self.context.say,
+        )
+        self.record.update({"table_error": error} if error != 1 else {})
+        return network
+
     def _within(self, cost: LatencyCost, most: float) -> nn.Module:
-        """The network of the most MACs that takes no longer, by the table."""
+        """The network of the most MACs that takes no longer by the table."""
         low, high, best = 0.0, 1.0, None
         for _ in range(HALVINGS):
             share = (low + high) / 2
@@ -119,37 +141,6 @@ class Peer:
 
     def batches(self) -> Any:
         return islice(self.data.train(0, 0, self.config.batch_size, 0, 1), BATCHES)
-
-
-def compile_steps(phase: Recover) -> Recover:
-    """The phase with compiled training steps: the same up to rounding, and less work for a device that runs share."""
-    plain = type(phase.network).forward  # without the autocast around it, which the loss has too
-    phase.forward = torch.compile(partial(plain, phase.network), dynamic=False)
-    return phase
-
-
-class SharedSearch(Search):
-    """HiAP's search on a device that runs share.
-
-    Args:
-        table: with a target in time; a network is timed while the other runs of a batch stand still.
-        faster: the training steps of the small network are compiled.
-    """
-
-    def __init__(self, context: Context, *, table: LatencyTable | None, faster: bool, **more: Any) -> None:
-        self.table, self.faster = table, faster
-        super().__init__(context, **more)
-
-    def table_error(self, widths: Sequence[Widths]) -> float | None:
-        if self.table is None:
-            return None
-        dense = self.context.parts.model
-        return table_error(LatencyCost(dense, self.table), dense, widths, self.context.device, alone)
-
-    def next(self) -> Phase:
-        following = super().next()
-        assert isinstance(following, Recover)
-        return compile_steps(following) if self.faster else following
 
 
 def accuracy(context: Context, model: nn.Module) -> float:
@@ -207,7 +198,7 @@ class MacRanked(LatencyCost):
 
 
 def gated_run(
-    method: str, config: Config, out: Path, data: Data, every: int | None = None, faster: bool = False
+    method: str, config: Config, out: Path, data: Data, every: int | None = None, faster: bool = False, **more: Any
 ) -> Run:
     """A run of HiAP, or of gates under a penalty, which no projection moves.
 
@@ -217,19 +208,20 @@ def gated_run(
     Args:
         every: steps from one move of HiAP's budget to the next, if not the usual ones.
         faster: the training steps of the small network are compiled.
+        more: arguments of a run.
     """
     penalty = LEARNED.get(method)
-    table = None if config.cost is None else LatencyTable.load(config.cost)
 
     def search(context: Context) -> Search:
-        every_step = every if penalty is None else 0
-        return SharedSearch(context, table=table, faster=faster, every=every_step, penalty=penalty)
+        return SharedSearch(context, faster=faster, every=every if penalty is None else 0, penalty=penalty)
 
-    if table is None:
-        return Run(config, out, data=data, first=search)
-    elsewhere = replace(table, device="shared")  # a run times its network on the table's device
+    if config.cost is None:
+        return Run(config, out, data=data, first=search, **more)
+    elsewhere = replace(
+        LatencyTable.load(config.cost), device="shared"
+    )  # a run times its network on the table's device
     kind = LatencyCost if method == TIMED else MacRanked
-    return Run(config, out, data=data, first=search, cost=lambda model: kind(model, elsewhere))
+    return Run(config, out, data=data, first=search, cost=lambda model: kind(model, elsewhere), **more)
 
 
 # -- one-shot rankings ------------------------------------------------------------------------------------------------
@@ -393,4 +385,5 @@ OPTIONS: dict[str, dict[str, Any]] = {
 TIMED = "hiap_time"  # HiAP with a target in time
 GATED = ("hiap", TIMED, *LEARNED)
 SCRATCH = "hiap_scratch"
+ALIGNED = "torch_pruning_aligned"  # for comparisons of time alone
 METHODS = ("hiap", *PEERS, *LEARNED, SCRATCH, TIMED)

@@ -58,7 +58,8 @@ class Record:
         expected_macs: MACs that the gates expect at the freeze, as a share of the dense model's.
         macs: MACs of the pruned network for one image.
         dense_macs: MACs of the dense model for one image.
-        table_error: how much slower the network was than the latency table says, where it was chosen again for that.
+        table_error: how many times the time by the latency table the network took when it was chosen, if that was more
+            than one percent off.
         search: share of the steps before the freeze; 0 where nothing is searched.
         epoch_s: seconds of the fastest epoch of each stage.
         trial_epochs: length of the runs that chose the learning rate, if it is not `epochs`.

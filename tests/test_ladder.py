@@ -25,6 +25,7 @@ from hiap.training.loop import Result, Run, prune
 from hiap.training.rungs import folder_name, read_rungs, rung_configs, rung_table
 from runs import TINY, noise_data, same, tiny
 from test_cost import counted_macs
+from test_latency import synthetic
 
 TARGETS = ("80%", "60%", "50%")
 DATA = noise_data(512, 8)
@@ -338,3 +339,21 @@ def test_a_latency_target_falls_by_one_table(tmp_path: Path, monkeypatch: pytest
     assert first["dense_predicted"] == second["dense_predicted"]
     for record, times in ((first, 1.1), (second, 2.0)):
         assert record["predicted"] <= record["dense_predicted"] / times
+
+
+@pytest.mark.slow
+def test_what_the_clock_says_of_one_size_is_known_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first network is cut down to 71 % of its target by a table that is 40 % too low; the second goes on there."""
+    told = []
+    monkeypatch.setattr("hiap.training.context.table_error", lambda *_: told.append(1.4) or 1.4)
+    ffn, attention = (lambda n: 1.0 + 0.01 * n), (lambda h, q, v: 1.0 + 0.01 * h * (q + v))
+    synthetic(attention, ffn, dim=16, tokens=5, mode="eager", device="elsewhere").save(tmp_path / "t.json")
+    config = sizes(target="1.5x,2x", epochs=2, dense_epochs=0, cost=str(tmp_path / "t.json"))
+    first, second = (rung.record for rung in prune(config, tmp_path / "run", data=DATA).rungs)
+    assert first["table_error"] == second["table_error"] == 1.4
+    assert len(told) in (3, 4)  # two or three networks of the first size, and one of the second
+    for record, times in ((first, 1.5), (second, 2.0)):
+        assert 0.75 * record["dense_predicted"] / times < record["predicted"] <= record["dense_predicted"] / times
+    lines = [json.loads(line) for line in (tmp_path / "run/2x/gates.jsonl").read_text().splitlines()]
+    assert lines[-1]["target"] == pytest.approx(1 / 2) and lines[-1]["hard"] <= 1 / 2
+    assert lines[0]["allowed"] == pytest.approx(first["predicted"] / first["dense_predicted"])

@@ -25,7 +25,8 @@ except ValueError:
     print(states(), batch.status() == "stopped")
 """
 BATCH = f"""
-import subprocess, sys
+import os, pathlib, subprocess, sys
+pathlib.Path(sys.argv[1]).write_text(str(os.getpid() if sys.argv[2] == "own" else 1))
 others = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]) for _ in range(2)]
 subprocess.run([sys.executable, "-c", {READER!r}])
 for other in others:
@@ -33,13 +34,14 @@ for other in others:
 """
 
 
-@pytest.mark.parametrize(("in_a_batch", "still"), [(True, "True True"), (False, "False False")])
+@pytest.mark.parametrize(
+    ("batch", "still"), [("own", "True True"), ("of another process", "False False"), (None, "False False")]
+)
 def test_other_runs_of_a_batch_stand_still_while_one_reads_a_clock(
-    in_a_batch: bool, still: str, tmp_path: Path
+    batch: str | None, still: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "lock").touch()
     variables = {"PYTHONPATH": str(Path(turns.__file__).parent)}
-    if in_a_batch:
-        variables[turns.LOCK] = str(tmp_path / "lock")
-    found = subprocess.run([sys.executable, "-c", BATCH], env=os.environ | variables, capture_output=True, text=True)
+    variables |= {turns.LOCK: str(tmp_path / "lock")} if batch else {}
+    command = [sys.executable, "-c", BATCH, str(tmp_path / "lock"), str(batch)]
+    found = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
     assert found.stdout == f"False False, {still}, False False False\n", found.stderr

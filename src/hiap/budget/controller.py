@@ -106,7 +106,7 @@ class Controller:
         masks = [torch.full_like(gate.logit, id(gate) in whole, dtype=torch.bool) for gate in self.all_gates]
         self.by_measure = torch.cat(masks)
         self.low = self.allocation.least
-        if not self.low <= target < self.dense_cost:
+        if not self.reaches(target):
             raise BudgetError(
                 f"a target of {cost.say(target)} ({target / self.dense_cost:.1%}) is out of reach: floors, gates and "
                 f"the ratio {ratio[0]:g}:{ratio[1]:g} allow {cost.say(self.low)} ({self.low / self.dense_cost:.1%}) up "
@@ -199,7 +199,11 @@ class Controller:
         if not fits(0.0):
             fits(worths[bisect_left(worths, True, key=fits)])
 
-    def decide(self) -> Topology:
+    def reaches(self, target: float) -> bool:
+        """Whether a network of this cost can be had."""
+        return self.low <= target < self.dense_cost
+
+    def decide(self, target: float | None = None) -> Topology:
         """The topology, without zero padding: never above the target, and at most 1 % below it.
 
         Where units are so large that no network is within 1 %, it is the one that comes nearest.
@@ -210,25 +214,19 @@ class Controller:
         """
         values = self._rounded_values()
         losses = self.allocation.losses(values)
-        widths = self.allocation.widths(self.allocation.settle(losses, self.target))
+        widths = self.allocation.widths(self.allocation.settle(losses, self.target if target is None else target))
         blocks = tuple(
             _block_topology(site, now, {kind: _rank(kind, value) for kind, value in block.items()})
             for site, now, block in zip(self.sites, widths, values, strict=True)
         )
         return Topology(blocks, tuple(site.widths for site in self.sites))
 
-    def retarget(self, target: float) -> bool:
-        """Aim at another cost from now on. False, and nothing changes, where it is out of reach."""
-        if not self.low <= target < self.dense_cost:
-            return False
-        self.target = target
-        return True
-
-    def neighbours(self, distance: float) -> list[dict[str, Any]]:
+    def neighbours(self, distance: float, target: float) -> list[dict[str, Any]]:
         """The networks that budgets just below, at and just above the target would give; those that can be reached.
 
         Args:
             distance: from one budget to the next, in the unit of the cost.
+            target: what has been decided on.
 
         Returns:
             steps from the target, budget, cost, padded widths, and estimated loss as a multiple of that at the target.
@@ -237,8 +235,8 @@ class Controller:
         losses = self.allocation.losses(self._rounded_values())
         rows = torch.arange(len(losses))
         for step in (-1, 0, 1):
-            allowed = self.target + step * distance
-            if self.low <= allowed < self.dense_cost:
+            allowed = target + step * distance
+            if self.reaches(allowed):
                 chosen = self.allocation.settle(losses, allowed)
                 widths = self.allocation.widths(chosen)
                 cost = self.cost.of_widths(self.model, widths)

@@ -71,7 +71,7 @@ def graphed(run: Call, device: torch.device) -> Call:
                 run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # a loader may be pinning memory
             run()
 
     def replay(kept: Call = run) -> None:

@@ -206,5 +206,5 @@ class Context:
         )
 
     def corrected(self, cost: float) -> float:
-        """A cost by the table, as the clock has corrected it at the freeze."""
-        return cost * float(self.record.get("table_error", 1.0))
+        """A cost by the table, as the clock has corrected it at the freeze of this run or of the one before."""
+        return cost * float(self.record.get("table_error", self.parts.table_error))

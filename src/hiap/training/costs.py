@@ -27,8 +27,6 @@ from hiap.training.config import Config, ConfigError
 
 __all__ = ["make_controller", "make_cost", "measure_here", "measured_there", "table_error"]
 
-MOST = 1.5  # that a table is taken to be wrong by
-
 
 def make_cost(model: nn.Module, config: Config, table: LatencyTable | None = None) -> Cost:
     """The cost a configuration's target or penalties are about.
@@ -97,7 +95,7 @@ def table_error(
 ) -> float | None:
     """How much slower a network is, against the dense one, than the table says: 1.02 is two per cent.
 
-    None where the table is of another device. More than a half is taken for a disturbed clock, and counts as a half.
+    None where the table is of another device.
 
     Args:
         model: the dense model.
@@ -108,9 +106,8 @@ def table_error(
     found = measured_there(cost, (model, network), device, alone)
     if not found:
         return None
-    clock = found["measured"] / found["dense_measured"]
-    said = cost.of_widths(model, widths) / cost.of_widths(model, widths_of(model))
-    return float(min(max(clock / said, 1 / MOST), MOST))
+    clock: float = found["measured"] / found["dense_measured"]
+    return clock / (cost.of_widths(model, widths) / cost.of_widths(model, widths_of(model)))
 
 
 def make_controller(
@@ -120,17 +117,19 @@ def make_controller(
     steps: int,
     dense: float | None = None,
     origin: Sequence[Widths] | None = None,
+    error: float = 1.0,
 ) -> Controller:
     """The controller of a configuration's target.
 
     Args:
         dense: what a target in percent is a share of; by default the cost of the model.
         origin: widths that the floors are shares of; by default those of the model.
+        error: how many times the cost by a latency table networks are known to take.
     """
     assert config.target is not None
     dense = cost.of_widths(model, widths_of(model)) if dense is None else dense
     floors = Floors(config.min_heads, config.min_value_dims, config.min_neurons)
     window = max(10, round(config.gate_window * steps))
     ratio = (config.ratio[0], config.ratio[1])
-    target = Target.parse(config.target).absolute(dense)
+    target = Target.parse(config.target).absolute(dense) / error
     return Controller(model, cost, target, ratio, floors, config.round_to, config.gate_mode, window, origin)

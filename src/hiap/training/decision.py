@@ -1,54 +1,101 @@
-"""What is kept at the freeze. With a target in time, a network is timed before it is cut out."""
+"""What is kept. With a target in time a network is timed first, and chosen again where the latency table is wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import itemgetter
+from typing import TypeVar
 
 from hiap.budget.controller import Controller
 from hiap.nn.compact import Widths
 from hiap.pruning.topology import Topology
 
-__all__ = ["decide"]
+__all__ = ["choose", "decide"]
 
 TIMED = 3  # networks, at most, that are timed
 NEAR = 0.01  # that a time may be off
+MOST = 1.5  # that a table is corrected by at once: more than that is a disturbed clock
+
+Network = TypeVar("Network")
 
 
 def decide(
     controller: Controller,
     round_to: int,
     table_error: Callable[[Sequence[Widths]], float | None],
+    error: float,
     say: Callable[[str], None],
-) -> tuple[Topology, float | None]:
-    """The topology that the controller decides on; where a latency table is wrong about it, another one.
+) -> tuple[Topology, float, float]:
+    """What the controller keeps, the cost that was allowed for it, and the error of the latency table about it.
+
+    Args:
+        table_error: of widths; None where there is no table, or it is of another device.
+        error: of the table, as far as it is known before. The controller's target is by the table.
+    """
+
+    def make(allowed: float) -> tuple[Topology, float] | None:
+        return (controller.decide(allowed), allowed) if controller.reaches(allowed) else None
+
+    def widths(made: tuple[Topology, float]) -> Sequence[Widths]:
+        return made[0].widths(round_to)
+
+    goal = controller.target * error
+    made, error = choose(
+        make,
+        lambda made: controller.cost.of_widths(controller.model, widths(made)),
+        lambda made: table_error(widths(made)),
+        goal,
+        error,
+        say,
+    )
+    return *made, error
+
+
+def choose(
+    make: Callable[[float], Network | None],
+    cost: Callable[[Network], float],
+    table_error: Callable[[Network], float | None],
+    goal: float,
+    error: float,
+    say: Callable[[str], None],
+) -> tuple[Network, float]:
+    """A network that costs what is asked for by the clock, or somewhat less.
 
     A table is a little too high here and too low there, and a search for the best network prefers what the table finds
     too fast.
 
     Args:
-        table_error: how much slower the network of these widths is than the table says; None where there is no table,
-            or it is of another device.
+        make: the network that costs so much by the table; None where that is out of reach.
+        cost: by the table.
+        table_error: how many times the cost by the table the clock finds, against the dense network; None where it
+            cannot be known.
+        goal: the cost that is asked for.
+        error: of the table, as far as it is known before.
 
     Returns:
-        the topology, and the table's error if it was chosen for that.
+        the network, and the table's error about it. Where it cannot be known, or is as it was known, that is what was
+        known before.
     """
-    target = controller.target
-    seen: list[tuple[float, float, float, Topology]] = []  # by the clock, table's error and target, what is kept
-    for _ in range(TIMED):
-        topology = controller.decide()
-        widths = topology.widths(round_to)
-        error = table_error(widths)
-        if error is None:
-            return topology, None
-        say(f"timed    {abs(error - 1):.1%} {'slower' if error >= 1 else 'faster'} than the table says")
-        if not seen and abs(error - 1) <= NEAR:
-            return topology, None
-        clock = error * controller.cost.of_widths(controller.model, widths)
-        seen.append((clock, error, controller.target, topology))
-        if (1 - 2 * NEAR) * target <= clock <= target or not controller.retarget((1 - NEAR) * target / error):
+    seen: list[tuple[float, float, Network]] = []
+    made = make(goal / error)
+    assert made is not None
+    while made is not None and len(seen) < TIMED:
+        found = table_error(made)
+        if found is None:
             break
-    fast = [one for one in seen if one[0] <= target]
-    _, error, goal, topology = max(fast, key=itemgetter(0)) if fast else min(seen, key=itemgetter(0))
-    controller.retarget(goal)
-    return topology, error
+        say(f"timed    {found - 1:+.1%} against the table")
+        if not seen and abs(found / error - 1) <= NEAR:
+            return made, error
+        clock = found * cost(made)
+        seen.append((clock, found, made))
+        if (1 - 2 * NEAR) * goal <= clock <= goal:
+            break
+        made = make((1 - NEAR) * goal / min(max(found, 1 / MOST), MOST))
+    if not seen:
+        assert made is not None
+        return made, error
+    fast = [one for one in seen if one[0] <= goal]
+    clock, error, made = max(fast, key=itemgetter(0)) if fast else min(seen, key=itemgetter(0))
+    if not fast:
+        say(f"timed    nothing is fast enough; the fastest takes {clock / goal - 1:.1%} more than the target")
+    return made, error

@@ -29,6 +29,7 @@ class Descent:
         dense_top1: what the first run has measured.
         data: what an earlier run has read.
         table: what the first run has measured.
+        table_error: how many times the cost by the table the network takes, as far as that is known.
         epochs: of data that the runs before have seen.
         total: epochs of all sizes together.
     """
@@ -42,6 +43,7 @@ class Descent:
     dense_top1: float | None = None
     data: Data | None = None
     table: LatencyTable | None = None
+    table_error: float = 1.0
     epochs: int = 0
     total: int = 0
 

@@ -154,5 +154,6 @@ class Ladder:
             record.get("dense_top1"),
             data,
             kept_table(home),
+            above.record.get("table_error", 1.0),
             seen,
         )

@@ -246,15 +246,17 @@ class Search(Phase):
         network = self.network = self.unwrapped()
         key = config.metric.key
         found: Values = {"freeze_step": self.step, f"soft_{key}": self.scores(soft=True)[key]}
-        topology = harden(network)
+        topology, allowed, error = harden(network), 0.0, 1.0
         if self.controller is not None:
-            topology, error = decide(self.controller, config.round_to, self.table_error, context.say)
-            context.record |= {} if error is None else {"table_error": error}
+            known = context.parts.table_error
+            topology, allowed, error = decide(self.controller, config.round_to, self.table_error, known, context.say)
+        context.record |= {"table_error": error} if error != 1 else {}
         log_snapshot(context, network, self.step, topology, self.controller)
         found["neighbours"] = (
-            self.controller.neighbours(0.01 * whole_cost(context)) if self.controller is not None else []
+            self.controller.neighbours(0.01 * whole_cost(context), allowed) if self.controller is not None else []
         )
         measured = {name: value for name, value in self.measured().items() if name != "temperature"}
+        measured |= context.facts(topology.widths(config.round_to))
         for model in [network, *([self.ema.module] if self.ema is not None else [])]:
             for gate in gates(model):
                 gate.gradient = None

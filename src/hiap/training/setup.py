@@ -273,6 +273,7 @@ class Setup:
         self.kinds = config.gate_kinds(any(site.qk_norm for site in self.sites))
         gated = attach(copy.deepcopy(self.model), self.kinds, config.keep_blocks)
         self.gates = sum(gate.logit.numel() for gate in gates(gated))
+        self.table_error = 1.0
         self.table: LatencyTable | None = None
         if config.timed and config.cost is None and cost is None:
             self.table = table(lambda: measure_here(self.model, config, device, say))
@@ -288,6 +289,8 @@ class Setup:
         for later in descent.later if descent is not None else ():
             make_controller(gated, replace(config, target=later), self.cost, self.schedule.total, self.dense_cost)
         if self.start is not None:
+            assert descent is not None
+            self.table_error = descent.table_error
             gated = attach(copy.deepcopy(self.start), self.kinds, config.keep_blocks)
             self.gates, self.cost = sum(gate.logit.numel() for gate in gates(gated)), cost_of(gated)
             self._check_below(gated)
@@ -297,6 +300,7 @@ class Setup:
         """Refuse a target that what the search begins with meets already."""
         assert self.controller is not None and self.descent is not None
         goal, there, say = self.controller.target, self.cost.of_widths(gated, widths_of(gated)), self.cost.say
+        there *= self.table_error
         if goal >= there:
             raise BudgetError(
                 f"a target of {self.config.target} ({say(goal)}) is not below what is there: the model in "
@@ -315,7 +319,8 @@ class Setup:
     def control(self, gated: nn.Module) -> Controller:
         """The controller of the target for a gated model."""
         origin = None if self.start is None else [site.widths for site in self.sites]
-        return make_controller(gated, self.config, self.cost, self.schedule.total, self.dense_cost, origin)
+        steps, error = self.schedule.total, self.table_error
+        return make_controller(gated, self.config, self.cost, steps, self.dense_cost, origin, error)
 
     def warn(self) -> None:
         """Say what is likely to disappoint."""
@@ -360,9 +365,9 @@ class Setup:
             )
         lines.append(f"run      {_epochs(config.epochs)} of {self.per_epoch} steps, learning rate {self.lr:.1e}")
         if self.controller:
-            whole, say = self.dense_cost, self.controller.cost.say
-            goal = self.controller.target
-            low, most = self.controller.low, self.controller.dense_cost / whole
+            whole, say, error = self.dense_cost, self.controller.cost.say, self.table_error
+            goal, low = error * self.controller.target, error * self.controller.low
+            most = error * self.controller.dense_cost / whole
             least = f", from {say(low)} on" if isinstance(self.cost, LatencyCost) else ""
             upper = "100%" if most == 1 else f"{most:.1%}"
             lines.append(f"reach    {low / whole:.1%} to {upper} of the dense cost, {say(whole)}{least}")

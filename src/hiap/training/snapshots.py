@@ -58,14 +58,15 @@ def log_snapshot(
         "step": context.first + step,
         "epoch": round(step / context.per_epoch, 4),
         "temperature": schedule.temperature(step),
-        "hard": cost.of_widths(model, topology.widths(context.config.round_to)) / dense,
+        "hard": context.corrected(cost.of_widths(model, topology.widths(context.config.round_to))) / dense,
     }
     with suppress(NotImplementedError):  # a cost of one's own need not be differentiable
         line["expected"] = float(cost.total(Counts(**{k: c.cpu() for k, c in vars(expected_counts(network)).items()})))
-        line["expected"] /= dense
+        line["expected"] = context.corrected(line["expected"]) / dense
     if controller is not None:
-        line["allowed"] = schedule.budget(step, controller.dense_cost, controller.target) / dense
-        line["target"] = controller.target / dense
+        known = context.parts.table_error
+        line["allowed"] = known * schedule.budget(step, controller.dense_cost, controller.target) / dense
+        line["target"] = known * controller.target / dense
     context.folder.log(line | snapshot(network, topology), GATES_FILE)
 
 

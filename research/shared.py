@@ -1,0 +1,53 @@
+"""Runs that share a device: compiled training steps, and networks that are timed while the other runs stand still."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from hiap.budget.latency import LatencyCost, LatencyTable
+from hiap.nn.compact import Widths
+from hiap.training.context import Context
+from hiap.training.costs import table_error
+from hiap.training.phase import Phase
+from hiap.training.phases import Recover, Search
+from turns import alone
+
+
+def compile_steps(phase: Recover) -> Recover:
+    """The phase with compiled training steps: the same up to rounding, and less work for a device that runs share."""
+    plain = type(phase.network).forward  # without the autocast around it, which the loss has too
+    torch.compiler.reset()  # for a process that runs several methods
+    phase.forward = torch.compile(partial(plain, phase.network), dynamic=False)
+    return phase
+
+
+def clock_error(context: Context, widths: Sequence[Widths]) -> float | None:
+    """How wrong a latency table is about a network, which is timed while the other runs of a batch stand still."""
+    config, dense = context.config, context.parts.model
+    if config.cost is None:
+        return None
+    return table_error(LatencyCost(dense, LatencyTable.load(config.cost)), dense, widths, context.device, alone)
+
+
+class SharedSearch(Search):
+    """HiAP's search on a device that runs share.
+
+    Args:
+        faster: the training steps of the small network are compiled.
+    """
+
+    def __init__(self, context: Context, *, faster: bool, **more: Any) -> None:
+        self.faster = faster
+        super().__init__(context, **more)
+
+    def table_error(self, widths: Sequence[Widths]) -> float | None:
+        return clock_error(self.context, widths)
+
+    def next(self) -> Phase:
+        following = super().next()
+        assert isinstance(following, Recover)
+        return compile_steps(following) if self.faster else following

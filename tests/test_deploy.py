@@ -80,6 +80,7 @@ def test_a_target_in_time_measures_the_device_once_and_keeps_the_table(
         ("1.6x", [1.05, 0.9, 0.9], 2),  # the slowest of those that are fast enough
         ("1.6x", [1.05, 1.12, 1.25], 0),  # none is: the fastest
         ("1.6x", [2.0, 1.02, 1.02], 2),  # a disturbed clock moves the target by a half at most
+        ("1.6x", [2.0, 2.0, 2.0], 2),  # unless it says so again
         ("1.6x", [1.05, None], 0),  # the clock has failed
         ("least", [1.09], 0),  # a faster one is out of reach
     ],

@@ -14,7 +14,7 @@ __all__ = ["choose", "decide"]
 
 TIMED = 3  # networks, at most, that are timed
 NEAR = 0.01  # that a time may be off
-MOST = 1.5  # that a table is corrected by at once: more than that is a disturbed clock
+MOST = 1.5  # by which the cost that is asked for changes at once: a clock may have been disturbed
 
 Network = TypeVar("Network")
 
@@ -77,7 +77,8 @@ def choose(
         known before.
     """
     seen: list[tuple[float, float, Network]] = []
-    made = make(goal / error)
+    allowed = goal / error
+    made = make(allowed)
     assert made is not None
     while made is not None and len(seen) < TIMED:
         found = table_error(made)
@@ -90,7 +91,8 @@ def choose(
         seen.append((clock, found, made))
         if (1 - 2 * NEAR) * goal <= clock <= goal:
             break
-        made = make((1 - NEAR) * goal / min(max(found, 1 / MOST), MOST))
+        allowed = min(max((1 - NEAR) * goal / found, allowed / MOST), allowed * MOST)
+        made = make(allowed)
     if not seen:
         assert made is not None
         return made, error

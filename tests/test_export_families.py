@@ -26,7 +26,7 @@ def made(name: str) -> nn.Module:
     source, _, kind = name.partition(":")
     if source == "transformers":
         pytest.importorskip("transformers")
-        import test_transformers as transformers_models
+        import small_transformers as transformers_models
 
         return transformers_models.make(kind).float()
     makers: dict[str, Any] = {

@@ -17,7 +17,7 @@ from hiap.models.family import logits_of
 from hiap.models.registry import widths_of
 from hiap.models.transformers import FAMILY
 from hiap.models.weights import trained_model
-from test_transformers import BARE, CASES, SIZE, both, close, make, ragged, transformers
+from small_transformers import BARE, CASES, SIZE, both, close, make, ragged, transformers
 
 pytestmark = pytest.mark.slow
 

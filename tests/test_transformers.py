@@ -1,13 +1,7 @@
-"""ViTs of Hugging Face Transformers go all the way, each class exactly.
-
-One file, though a long one: all tests share the same small models.
-"""
+"""ViTs of Hugging Face Transformers go all the way, each class exactly."""
 
 import copy
 import json
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,117 +9,32 @@ import pytest
 import timm
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 import hiap
 from any_family import it_can_be_timed
 from any_family import ragged as ragged_by_chance
 from conftest import SHARED, randomise
-from hiap.cli.main import main
 from hiap.models.family import logits_of
 from hiap.models.transformers import FAMILY, EncoderBlock
-from hiap.models.transformers_parts import library
 from hiap.models.weights import trained_model
 from hiap.speed.bench import dense_like
 from runs import noise_data, pruned_twice
+from small_transformers import (
+    BARE,
+    CASES,
+    SIZE,
+    WIDE,
+    both,
+    close,
+    flops,
+    make,
+    pixels,
+    ragged,
+    transformers,
+    vit,
+)
 
-transformers = pytest.importorskip("transformers", reason="Transformers is not installed")
 pytestmark = pytest.mark.slow
-
-SIZE, LABELS = 16, 5
-SMALL = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3, "image_size": SIZE, "patch_size": 4}
-WIDE = {**SMALL, "intermediate_size": 40}
-TEXT = {
-    **{"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 20},
-    **{"max_position_embeddings": 6, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "projection_size": 24},
-}
-
-
-def whole(config: str, vision: str, text_config: Any = None, **more: Any) -> Any:
-    """The configuration of a model of images and texts."""
-    vision_config = getattr(transformers, vision)(**WIDE, **more).to_dict()
-    made = getattr(transformers, config)(vision_config=vision_config, text_config=text_config)
-    made.num_labels = LABELS
-    return made
-
-
-def both(family: str) -> Any:
-    """A small model of images and texts, in float64 and eval."""
-    text = getattr(transformers, f"{family}TextConfig")(**TEXT).to_dict()
-    config = whole(f"{family}Config", f"{family}VisionConfig", text_config=text, projection_dim=9)
-    config.projection_dim = 9
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{family}Model")(config)
-    randomise(model)
-    return model.double().eval()
-
-
-def vit(config: str, **more: Any) -> Any:
-    return getattr(transformers, config)(**WIDE, num_labels=LABELS, **more)
-
-
-def dino(config: str, **more: Any) -> Any:
-    return getattr(transformers, config)(**SMALL, mlp_ratio=2, num_labels=LABELS, layerscale_value=0.5, **more)
-
-
-def dino3(**more: Any) -> Any:
-    return transformers.DINOv3ViTConfig(**WIDE, num_register_tokens=2, layerscale_value=0.5, **more)
-
-
-def clip(**more: Any) -> Any:
-    return transformers.CLIPVisionConfig(**WIDE, **more)
-
-
-# name of a case -> class, configuration and further arguments
-CASES: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
-    "vit": ("ViTForImageClassification", lambda **k: vit("ViTConfig", **k), {}),
-    "vit_no_bias": ("ViTForImageClassification", lambda **k: vit("ViTConfig", qkv_bias=False, hidden_act="relu"), {}),
-    "vit_features": ("ViTForImageClassification", lambda **k: transformers.ViTConfig(**WIDE, num_labels=0), {}),
-    "vit_bare": ("ViTModel", lambda **k: vit("ViTConfig", **k), {}),
-    "vit_tokens": ("ViTModel", lambda **k: vit("ViTConfig", **k), {"add_pooling_layer": False, "use_mask_token": True}),
-    "deit": ("DeiTForImageClassification", lambda **k: vit("DeiTConfig", **k), {}),
-    "deit_teacher": ("DeiTForImageClassificationWithTeacher", lambda **k: vit("DeiTConfig", **k), {}),
-    "deit_bare": ("DeiTModel", lambda **k: vit("DeiTConfig", **k), {}),
-    "dinov2": ("Dinov2ForImageClassification", lambda **k: dino("Dinov2Config", **k), {}),
-    "dinov2_bare": ("Dinov2Model", lambda **k: dino("Dinov2Config", **k), {}),
-    "registers": ("Dinov2WithRegistersForImageClassification", lambda **k: dino("Dinov2WithRegistersConfig", **k), {}),
-    "registers_bare": ("Dinov2WithRegistersModel", lambda **k: dino("Dinov2WithRegistersConfig", **k), {}),
-    "swiglu": ("Dinov2ForImageClassification", lambda **k: dino("Dinov2Config", use_swiglu_ffn=True, **k), {}),
-    "stages": ("Dinov2Backbone", lambda **k: dino("Dinov2Config", out_features=["stage1", "stage3"], **k), {}),
-    "stages_registers": (
-        "Dinov2WithRegistersBackbone",
-        lambda **k: dino("Dinov2WithRegistersConfig", apply_layernorm=False, reshape_hidden_states=False, **k),
-        {},
-    ),
-    "dinov3": ("DINOv3ViTModel", lambda **k: dino3(**k), {}),
-    "dinov3_glu": ("DINOv3ViTModel", lambda **k: dino3(use_gated_mlp=True, query_bias=False, value_bias=False), {}),
-    "dinov3_stages": ("DINOv3ViTBackbone", lambda **k: dino3(out_features=["stage2", "stage3"], **k), {}),
-    "clip": ("CLIPForImageClassification", lambda **k: whole("CLIPConfig", "CLIPVisionConfig", **k), {}),
-    "clip_bare": ("CLIPVisionModel", clip, {}),
-    "clip_projection": ("CLIPVisionModelWithProjection", lambda **k: clip(projection_dim=9, **k), {}),
-    "siglip": ("SiglipForImageClassification", lambda **k: whole("SiglipConfig", "SiglipVisionConfig", **k), {}),
-    "siglip_bare": ("SiglipVisionModel", lambda **k: transformers.SiglipVisionConfig(**WIDE, **k), {}),
-    "siglip_tokens": (
-        "SiglipVisionModel",
-        lambda **k: transformers.SiglipVisionConfig(**WIDE, vision_use_head=False),
-        {},
-    ),
-}
-BARE = {name for name, (cls, _, _) in CASES.items() if "Classification" not in cls}
-
-
-def make(case: str, **more: Any) -> Any:
-    """A small model, every parameter random, in float64 and eval."""
-    cls, config, options = CASES[case]
-    torch.manual_seed(0)
-    model = getattr(transformers, cls)(config(**more), **options)
-    randomise(model)
-    model = model.double().eval()
-    for module in model.modules():  # stays in float32 when Transformers loads a model in another precision
-        if hasattr(module, "inv_freq"):
-            module.inv_freq = module.inv_freq.float()
-    return model
 
 
 @pytest.fixture(params=list(CASES))
@@ -137,29 +46,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def x() -> torch.Tensor:
-    return torch.randn(3, 3, SIZE, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-
-def close(first: torch.Tensor, second: torch.Tensor, allowed: float = 1e-12) -> bool:
-    return bool((first - second).abs().max() <= allowed * first.abs().max())
-
-
-def ragged(model: nn.Module) -> hiap.Topology:
-    """Units of every granularity gone: dims, heads, neurons, an attention, an FFN, and one of each to its bias."""
-    paired = any(site.pairs for site in FAMILY.sites(model))
-    return hiap.Topology.from_counts(
-        model,
-        heads=[[1], None, [0, 2]],
-        value_dims=[5, 8, [[0, 3], 7]],
-        qk_dims=[[[0, 1, 3, 4, 5, 7]], 8, [[0, 2, 4, 6], [1, 5]]] if paired else [6, 8, [4, 3]],
-        neurons=[[1, 4, 9], None, 0],
-    )
-
-
-def flops(model: nn.Module, images: torch.Tensor) -> int:
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(images)
-    return int(counter.get_total_flops())
+    return pixels()
 
 
 def test_open_gates_change_nothing_and_come_out_again(model: Any, x: torch.Tensor) -> None:
@@ -422,160 +309,6 @@ class TestRefused:
             FAMILY.build({**recipe, "class": "AutoModel"})
         with pytest.raises(hiap.CheckpointError, match="must have exactly class, config, num_labels"):
             FAMILY.build({**recipe, "code": "x"})
-
-
-class TestFolder:
-    """--model hf:FOLDER"""
-
-    def saved(self, case: str, folder: Path, **preprocessor: Any) -> Any:
-        model = make(case).float()
-        model.save_pretrained(folder)
-        if preprocessor:
-            (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
-        return model
-
-    @pytest.mark.parametrize("case", sorted(CASES.keys() - BARE))
-    def test_gives_the_classifier_that_was_saved(self, case: str, x: torch.Tensor, tmp_path: Path) -> None:
-        model = self.saved(case, tmp_path)
-        found = trained_model(f"hf:{tmp_path}", None, True, {}).eval()
-        assert type(found) is type(model) and FAMILY.classes(found) == FAMILY.classes(model)
-        assert torch.equal(found(x.float()).logits, model(x.float()).logits)
-
-    @pytest.mark.parametrize("case", ["vit_tokens", "dinov2_bare", "clip_bare", "clip_projection", "siglip_bare"])
-    def test_a_bare_backbone_becomes_a_classifier_of_no_classes(self, case: str, tmp_path: Path) -> None:
-        model = self.saved(case, tmp_path)
-        found = trained_model(f"hf:{tmp_path}", None, True, {})
-        assert "ForImageClassification" in type(found).__name__ and FAMILY.classes(found) == 0
-        own, prefix = model.state_dict(), "vision_model." if case == "clip_projection" else ""
-        for name, tensor in found.state_dict().items():
-            inside = name.partition(".")[2]
-            assert torch.equal(tensor, own[prefix + inside])
-        hiap.save(hiap.extract(found.eval(), ragged(found)), tmp_path / "compact")
-        assert FAMILY.classes(hiap.load(tmp_path / "compact")) == 0
-
-    def test_brings_its_preprocessing_and_labels(self, tmp_path: Path) -> None:
-        model = make("vit").float()
-        model.config.id2label = dict(enumerate("abcde"))
-        model.save_pretrained(tmp_path)
-        words = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "resample": 3, "do_center_crop": True}
-        sizes = {"size": {"shortest_edge": 20}, "crop_size": {"height": 16, "width": 16}}
-        (tmp_path / "preprocessor_config.json").write_text(json.dumps({**words, **sizes}))
-        found = trained_model(f"hf:{tmp_path}", None, True, {})
-        own = FAMILY.preprocessing(found)
-        assert (own.mean, own.std, own.size) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6), (16, 16))
-        assert (own.interpolation, own.crop_pct, own.crop_mode) == ("bicubic", 0.8, "center")
-        hiap.save(hiap.extract(found.eval(), ragged(found)), tmp_path / "compact")
-        loaded: Any = hiap.load(tmp_path / "compact")
-        assert FAMILY.preprocessing(loaded) == own
-        assert loaded.class_names == list("abcde") == list(loaded.config.id2label.values())
-
-    def test_a_processor_of_images_and_texts_is_read_too(self, tmp_path: Path) -> None:
-        self.saved("clip", tmp_path, image_mean=[0.5] * 3)  # which Transformers passes over as well
-        words = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "size": {"height": 16, "width": 16}}
-        (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": words}))
-        own = FAMILY.preprocessing(trained_model(f"hf:{tmp_path}", None, True, {}))
-        assert (own.mean, own.std, own.crop_mode) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "squash")
-
-    def test_without_a_file_preprocessing_is_the_usual_one_of_the_class(self, tmp_path: Path) -> None:
-        self.saved("clip", tmp_path)
-        own = FAMILY.preprocessing(trained_model(f"hf:{tmp_path}", None, True, {}))
-        assert (own.mean, own.crop_mode) == ((0.48145466, 0.4578275, 0.40821073), "center")
-
-    @pytest.mark.parametrize("case", ["vit", "deit", "dinov2", "registers", "clip", "siglip"])
-    def test_another_image_size_interpolates_the_positions_as_the_model_does(self, case: str, tmp_path: Path) -> None:
-        model = self.saved(case, tmp_path)
-        found: Any = trained_model(f"hf:{tmp_path}", None, True, {"img_size": 24}).eval()
-        images = torch.randn(2, 3, 24, 24)
-        how = {} if case in ("dinov2", "registers", "clip") else {"interpolate_pos_encoding": True}
-        assert FAMILY.input_shape(found) == (3, 24, 24) and 2 * hiap.macs(found) == flops(found, images[:1])
-        if case != "clip":  # whose classifier does not pass the option on
-            assert torch.allclose(found(images).logits, model(images, **how).logits, atol=1e-5)
-
-    def test_dinov3_comes_bare_and_for_any_image_size(self, tmp_path: Path) -> None:
-        model = self.saved("dinov3", tmp_path)
-        found: Any = trained_model(f"hf:{tmp_path}", None, True, {"img_size": 24}).eval()
-        images = torch.randn(2, 3, 24, 24)
-        assert type(found) is type(model) and FAMILY.classes(found) == 0
-        assert FAMILY.input_shape(found) == (3, 24, 24) and 2 * hiap.macs(found) == flops(found, images[:1])
-        assert torch.equal(found(images).pooler_output, model(images).pooler_output)
-        assert torch.allclose(hiap.optimize(found)(images), model(images).pooler_output, atol=1e-4)
-
-    def test_a_run_of_the_command_line_prunes_it(self, photos: Path, tmp_path: Path) -> None:
-        self.saved("vit", tmp_path / "hf", image_mean=[0.5] * 3, image_std=[0.5] * 3)
-        options = [
-            "--epochs",
-            "1",
-            "--dense-epochs",
-            "1",
-            "--target",
-            "60%",
-            "--batch-size",
-            "8",
-            "--warmup-epochs",
-            "0",
-        ]
-        command = ["prune", "--model", f"hf:{tmp_path / 'hf'}", "--data", str(photos), *options]
-        assert main([*command, "--out", str(tmp_path / "run")]) == 0
-        loaded = hiap.load(tmp_path / "run/compact")
-        assert isinstance(loaded, transformers.ViTForImageClassification) and loaded.class_names == ["cat", "dog"]
-        assert loaded.config.id2label == {0: "cat", 1: "dog"}
-
-    def test_what_cannot_be_had_is_said(self, tmp_path: Path) -> None:
-        self.saved("vit", tmp_path / "hf")
-        transformers.BertConfig().save_pretrained(tmp_path / "bert")
-        transformers.Siglip2VisionConfig(**WIDE).save_pretrained(tmp_path / "siglip2")
-        (tmp_path / "empty").mkdir()
-        for name, arguments, words in (
-            ("hf", {"depth": 3}, "takes img_size and num_classes as model_args; found depth"),
-            ("hf", {"img_size": 18}, "img_size must be square and a multiple of the 4x4 patch; found 18"),
-            ("bert", {}, "is a bert, which cannot be pruned; known: clip, "),
-            ("siglip2", {}, "is a siglip2_vision_model, which cannot be pruned: it takes packed patches"),
-            ("empty", {}, "cannot be had .* Pass hf: and a folder that save_pretrained wrote"),
-        ):
-            with pytest.raises(hiap.ConfigError, match=words):
-                trained_model(f"hf:{tmp_path / name}", None, True, arguments)
-        with pytest.raises(hiap.ConfigError, match="comes with weights of its own; leave out --weights file"):
-            trained_model(f"hf:{tmp_path / 'hf'}", "file", True, {})
-
-
-def test_without_the_package_the_command_that_installs_it_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hiap.save(hiap.extract(make("vit"), ragged(make("vit"))), tmp_path / "compact")
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    for call in (lambda: trained_model("hf:any", None, True, {}), lambda: hiap.load(tmp_path / "compact")):
-        with pytest.raises(
-            hiap.ConfigError,
-            match=r'^models of Transformers need the package transformers: pip install "hiap\[transformers\]"$',
-        ):
-            call()
-
-
-def test_a_package_that_is_broken_is_not_called_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(name: str) -> Any:
-        raise ModuleNotFoundError("No module named 'tokenizers'", name="tokenizers")
-
-    monkeypatch.setattr("hiap.models.transformers_parts.importlib.import_module", broken)
-    message = "^Transformers is installed but cannot be imported: No module named 'tokenizers'$"
-    with pytest.raises(hiap.ConfigError, match=message):
-        library()
-
-
-def test_a_version_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make("vit")
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
-    with pytest.raises(
-        hiap.ConfigError,
-        match=r'^models of Transformers need 5.22 or newer; found 4.57.1: pip install "hiap\[transformers\]"$',
-    ):
-        hiap.attach(model)
-
-
-def test_the_package_is_imported_for_its_own_models_alone() -> None:
-    code = (
-        "import sys, hiap, timm; hiap.attach(timm.create_model('vit_tiny_patch16_224')); assert {0} not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code.format("'transformers'")], check=True, timeout=120)
 
 
 def test_dinov2_of_timm_with_the_same_weights_is_pruned_to_the_same_network(x: torch.Tensor) -> None:

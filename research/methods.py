@@ -76,19 +76,12 @@ class Peer:
 
     def _timed(self, cost: LatencyCost, most: float) -> nn.Module:
         """The network of the most MACs that takes no longer."""
-        tried: list[float] = []
-
-        def make(allowed: float) -> nn.Module | None:
-            tried.append(allowed)
-            try:
-                return self._within(cost, allowed)
-            except BudgetError:
-                if len(tried) == 1:
-                    raise
-                return None
-
+        made = self._within(cost, most)
+        if made is None:
+            raise BudgetError(f"no network of this method takes {cost.say(most)} or less")
         network, error = choose(
-            make,
+            made,
+            lambda allowed: self._within(cost, allowed),
             lambda made: cost.of_widths(self.dense, widths_of(made)),
             lambda made: clock_error(self.context, widths_of(made)),
             most,
@@ -98,8 +91,8 @@ class Peer:
         self.record.update({"table_error": error} if error != 1 else {})
         return network
 
-    def _within(self, cost: LatencyCost, most: float) -> nn.Module:
-        """The network of the most MACs that takes no longer by the table."""
+    def _within(self, cost: LatencyCost, most: float) -> nn.Module | None:
+        """The network of the most MACs that takes no longer by the table, if there is one."""
         low, high, best = 0.0, 1.0, None
         for _ in range(HALVINGS):
             share = (low + high) / 2
@@ -113,8 +106,6 @@ class Peer:
                 low, best = share, network
             else:
                 high = share
-        if best is None:
-            raise BudgetError(f"no network of this method takes {cost.say(most)} or less")
         return best
 
     def _phase(self, context: Context) -> Recover:

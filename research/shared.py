@@ -11,7 +11,7 @@ import torch
 from hiap.budget.latency import LatencyCost, LatencyTable
 from hiap.nn.compact import Widths
 from hiap.training.context import Context
-from hiap.training.costs import table_error
+from hiap.training.costs import measure_error
 from hiap.training.phase import Phase
 from hiap.training.phases import Recover, Search
 from turns import alone
@@ -30,7 +30,7 @@ def clock_error(context: Context, widths: Sequence[Widths]) -> float | None:
     config, dense = context.config, context.parts.model
     if config.cost is None:
         return None
-    return table_error(LatencyCost(dense, LatencyTable.load(config.cost)), dense, widths, context.device, alone)
+    return measure_error(LatencyCost(dense, LatencyTable.load(config.cost)), dense, widths, context.device, alone)
 
 
 class SharedSearch(Search):
@@ -44,7 +44,7 @@ class SharedSearch(Search):
         self.faster = faster
         super().__init__(context, **more)
 
-    def table_error(self, widths: Sequence[Widths]) -> float | None:
+    def measure_error(self, widths: Sequence[Widths]) -> float | None:
         return clock_error(self.context, widths)
 
     def next(self) -> Phase:

@@ -16,7 +16,7 @@ from hiap.budget.latency import LatencyCost, LatencyTable
 from hiap.models.registry import widths_of
 from hiap.speed.clock import device_name
 from hiap.training.config import read_config
-from hiap.training.costs import table_error
+from hiap.training.costs import measure_error
 from hiap.training.loop import Run, prune
 from hiap.training.plan import plan
 from hiap.training.run_folder import RunError
@@ -47,7 +47,7 @@ def test_a_target_in_time_measures_the_device_once_and_keeps_the_table(
         return replace(own, outside=float(len(calls)))  # no two measurements are the same
 
     monkeypatch.setattr("hiap.training.costs.measure", measured)
-    monkeypatch.setattr("hiap.training.context.table_error", lambda *_: 1.0)  # the table is made up
+    monkeypatch.setattr("hiap.training.context.measure_error", lambda *_: 1.0)  # the table is made up
     given = {"model_args": SHAPE, "dense_epochs": 0, "epochs": 2, "target": "1.3x", "deploy": "2"}
     config = read_config("digits", {**given, "checkpoint_every": 2})
     run = Run(config, tmp_path / "run")
@@ -96,7 +96,7 @@ def test_a_network_is_chosen_again_where_the_table_is_wrong(
         seen.append(cost.of_widths(model, widths))
         return next(told)
 
-    monkeypatch.setattr("hiap.training.context.table_error", error)
+    monkeypatch.setattr("hiap.training.context.measure_error", error)
     given = {"model_args": SHAPE, "dense_epochs": 0, "epochs": 1, "target": "1.6x", "cost": str(tmp_path / "t.json")}
     if target == "least":
         given["target"] = f"{1.02 * Run(read_config('digits', given), tmp_path / 'other').parts.controller.low}ms"
@@ -128,11 +128,11 @@ def test_the_error_of_a_table_is_against_the_dense_network(monkeypatch: pytest.M
         return timed
 
     monkeypatch.setattr("hiap.training.costs.measured_there", there)
-    assert table_error(cost, model, widths, CPU) is None
+    assert measure_error(cost, model, widths, CPU) is None
     timed |= {"dense_measured": 8.0, "measured": 8.0 * said * 1.03}  # the device has half of the speed it had
-    assert table_error(cost, model, widths, CPU) == pytest.approx(1.03)
+    assert measure_error(cost, model, widths, CPU) == pytest.approx(1.03)
     timed["measured"] = 8.0 * said * 2
-    assert table_error(cost, model, widths, CPU) == pytest.approx(2.0)
+    assert measure_error(cost, model, widths, CPU) == pytest.approx(2.0)
 
 
 @pytest.mark.slow
@@ -141,10 +141,10 @@ def test_a_target_in_time_needs_no_preparation(tmp_path: Path, monkeypatch: pyte
     errors = []
 
     def error(*how: Any) -> float:
-        errors.append(table_error(*how))
+        errors.append(measure_error(*how))
         return 1.0  # so small a network is no measure of a clock
 
-    monkeypatch.setattr("hiap.training.context.table_error", error)
+    monkeypatch.setattr("hiap.training.context.measure_error", error)
     config = read_config("digits", {"model_args": SHAPE, "dense_epochs": 0, "epochs": 1, "target": "1.1x"})
     record = prune(config, tmp_path / "run").record
     assert len(errors) == 1 and errors[0] > 0

@@ -329,7 +329,7 @@ def test_the_command_line_goes_further(whole: Any, tmp_path: Path, capsys: pytes
 @pytest.mark.slow
 def test_a_latency_target_falls_by_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "hiap.training.context.table_error", lambda *_: 1.0
+        "hiap.training.context.measure_error", lambda *_: 1.0
     )  # so small a network is no measure of a clock
     config = sizes(target="1.1x,2x", epochs=2, dense_epochs=0, deploy="fp32,1,eager")
     result = prune(config, tmp_path / "run", data=DATA)
@@ -345,7 +345,7 @@ def test_a_latency_target_falls_by_one_table(tmp_path: Path, monkeypatch: pytest
 def test_what_the_clock_says_of_one_size_is_known_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first network is cut down to 71 % of its target by a table that is 40 % too low; the second goes on there."""
     told = []
-    monkeypatch.setattr("hiap.training.context.table_error", lambda *_: told.append(1.4) or 1.4)
+    monkeypatch.setattr("hiap.training.context.measure_error", lambda *_: told.append(1.4) or 1.4)
     ffn, attention = (lambda n: 1.0 + 0.01 * n), (lambda h, q, v: 1.0 + 0.01 * h * (q + v))
     synthetic(attention, ffn, dim=16, tokens=5, mode="eager", device="elsewhere").save(tmp_path / "t.json")
     config = sizes(target="1.5x,2x", epochs=2, dense_epochs=0, cost=str(tmp_path / "t.json"))

@@ -250,7 +250,7 @@ def test_a_comparison_is_run_and_timed(
     }
     table = LatencyTable(**own_time, **grid, **ms, dim=64, tokens=5, dense=22.0)
     table.save(tmp_path / "table.json")
-    monkeypatch.setattr("shared.table_error", lambda *_: 1.02)
+    monkeypatch.setattr("shared.measure_error", lambda *_: 1.02)
     cost = ("--cost", tmp_path / "table.json", "--target", "1.4x", "--rates", "1e-3", "--methods")
     record, peer = called("run", *cost, "hiap_time,depth", "--keep", tmp_path / "kept")[-2:]
     folder = tmp_path / "kept/hiap_time_1.4x_lr_0.001_seed_1"

@@ -100,12 +100,15 @@ def test_a_batch_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert method != "taylor" or sorted(done) == ["depth", "hiap"]
         time.sleep(0.3 * (method == "depth"))
         done.append(method)
-        return subprocess.CompletedProcess([], method != "depth")
+        return subprocess.CompletedProcess([], {"depth": 0, "hiap": 1, "taylor": -9}[method])
 
+    resumed: list[int] = []
+    monkeypatch.setattr(compare, "resume_all", lambda: resumed.append(len(done)))
     monkeypatch.setattr(compare.subprocess, "run", process)
     with pytest.raises(SystemExit, match=r"these failed.*\nclock .* --methods hiap\nclock .* --methods taylor$"):
         compare.main()
     assert done == ["hiap", "depth", "taylor"]
+    assert resumed == [3]  # after the run that was killed
 
 
 def test_the_old_spelling_of_methods_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,26 +22,47 @@ try:
         print(states(), end=", ")
         raise ValueError
 except ValueError:
-    print(states(), batch.status() == "stopped")
+    print(states(), batch.status() == "stopped", flush=True)
 """
-BATCH = f"""
-import os, pathlib, subprocess, sys
-pathlib.Path(sys.argv[1]).write_text(str(os.getpid() if sys.argv[2] == "own" else 1))
-others = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]) for _ in range(2)]
-subprocess.run([sys.executable, "-c", {READER!r}])
+KILLED = """
+import os, signal, turns
+with turns.alone():
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+BATCH = """
+import os, psutil, subprocess, sys, turns
+others = [psutil.Popen([sys.executable, "-c", "import time; time.sleep(100)"]) for _ in range(2)]
+with turns.lock_of_batch() as lock:
+    if sys.argv[2] == "another":
+        lock.seek(0)
+        print(1, file=lock, flush=True)
+    variables = {} if sys.argv[2] == "none" else {turns.LOCK: lock.name}
+    subprocess.run([sys.executable, "-c", sys.argv[1]], env=os.environ | variables)
+print(*(other.status() == "stopped" for other in others), end=", ", flush=True)
+turns.resume_all()
+print(*(other.status() == "stopped" for other in others))
 for other in others:
     other.kill()
 """
 
 
-@pytest.mark.parametrize(
-    ("batch", "still"), [("own", "True True"), ("of another process", "False False"), (None, "False False")]
-)
-def test_other_runs_of_a_batch_stand_still_while_one_reads_a_clock(
-    batch: str | None, still: str, tmp_path: Path
-) -> None:
+def output(run: str, batch: str) -> str:
+    """What a run prints beside two others of its batch, and then whether these stand still before and after the batch
+    lets all go on.
+    """
     variables = {"PYTHONPATH": str(Path(turns.__file__).parent)}
-    variables |= {turns.LOCK: str(tmp_path / "lock")} if batch else {}
-    command = [sys.executable, "-c", BATCH, str(tmp_path / "lock"), str(batch)]
+    command = [sys.executable, "-c", BATCH, run, batch]
     found = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
-    assert found.stdout == f"False False, {still}, False False False\n", found.stderr
+    assert not found.returncode, found.stderr
+    return found.stdout
+
+
+@pytest.mark.parametrize(
+    ("batch", "still"), [("own", "True True"), ("another", "False False"), ("none", "False False")]
+)
+def test_other_runs_of_a_batch_stand_still_while_one_reads_a_clock(batch: str, still: str) -> None:
+    assert output(READER, batch) == f"False False, {still}, False False False\nFalse False, False False\n"
+
+
+def test_a_run_that_is_killed_at_its_clock_does_not_stop_the_others_for_good() -> None:
+    assert output(KILLED, "own") == "True True, False False\n"

@@ -26,7 +26,6 @@ from hiap.nn.rotary import by_dim
 __all__ = ["Allocation", "Branch", "Floors", "Values"]
 
 GONE = Widths(None, 0, 0, None)
-SHARING = 2.0  # the power of what is left of a branch
 STEPS = 16  # that the dims of a head fall in, at most
 TIGHT = 0.01  # room of more than this share of the budget is worth a loss
 ROUNDING = 1e-12  # of sums, relative
@@ -63,7 +62,7 @@ class Branch:
 
         Args:
             proportional: units lose what they are worth. Else they share what the branch is worth, and those that go
-                first take the most of it: with a share s of all units' value goes 1 - (1 - s)^SHARING of the branch.
+                first take the most of it: with a share s of all units' value goes 1 - (1 - s)^2 of the branch.
         """
         inside = self._inside(values)
         if self.choices[-1] != GONE:
@@ -72,7 +71,7 @@ class Branch:
         if proportional:
             return torch.cat([inside.minimum(whole), whole])
         left = (1 - inside / self._all(values)).clamp(min=0)
-        return torch.cat([whole * (1 - left**SHARING), whole])
+        return torch.cat([whole * (1 - left.square()), whole])
 
     def prices(self, price: Tensor) -> dict[str, float]:
         """What a unit of each kind costs on the way from the whole branch to the least, given the price of choices."""

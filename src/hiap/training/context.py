@@ -24,7 +24,7 @@ from hiap.pruning.align import align_heads
 from hiap.pruning.count import macs_of_widths
 from hiap.pruning.merging import Merged
 from hiap.training.config import Config
-from hiap.training.costs import table_error
+from hiap.training.costs import measure_error
 from hiap.training.descent import Descent
 from hiap.training.evaluate import evaluate
 from hiap.training.features import FeatureObjective, feature_scores
@@ -112,12 +112,12 @@ class Context:
             broadcast_object_list(found)
         return found[0]
 
-    def table_error(self, widths: Sequence[Widths]) -> float | None:
+    def measure_error(self, widths: Sequence[Widths]) -> float | None:
         """How much slower a network of these widths is than the latency table says; None where that cannot be known."""
         cost, dense = self.parts.cost, self.parts.model
         if not isinstance(cost, LatencyCost):
             return None
-        return self._by_main(lambda: table_error(cost, dense, widths, self.device))
+        return self._by_main(lambda: measure_error(cost, dense, widths, self.device))
 
     def dense(self) -> nn.Module:
         """A copy of the dense model on the device."""

@@ -25,7 +25,7 @@ from hiap.speed.clock import device_name, materialise
 from hiap.speed.measure import Alone, measure, measured
 from hiap.training.config import Config, ConfigError
 
-__all__ = ["make_controller", "make_cost", "measure_here", "measured_there", "table_error"]
+__all__ = ["make_controller", "make_cost", "measure_error", "measure_here", "measured_there"]
 
 
 def make_cost(model: nn.Module, config: Config, table: LatencyTable | None = None) -> Cost:
@@ -86,7 +86,7 @@ def measured_there(
     return measured(cost, networks, cpu, other, alone)
 
 
-def table_error(
+def measure_error(
     cost: LatencyCost,
     model: nn.Module,
     widths: Sequence[Widths],

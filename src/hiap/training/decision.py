@@ -22,14 +22,14 @@ Network = TypeVar("Network")
 def decide(
     controller: Controller,
     round_to: int,
-    table_error: Callable[[Sequence[Widths]], float | None],
+    measure_error: Callable[[Sequence[Widths]], float | None],
     error: float,
     say: Callable[[str], None],
 ) -> tuple[Topology, float, float]:
     """What the controller keeps, the cost that was allowed for it, and the error of the latency table about it.
 
     Args:
-        table_error: of widths; None where there is no table, or it is of another device.
+        measure_error: of widths; None where there is no table, or it is of another device.
         error: of the table, as far as it is known before. The controller's target is by the table.
     """
 
@@ -39,12 +39,12 @@ def decide(
     def widths(made: tuple[Topology, float]) -> Sequence[Widths]:
         return made[0].widths(round_to)
 
-    goal = controller.target * error
     made, error = choose(
+        (controller.decide(), controller.target),
         make,
         lambda made: controller.cost.of_widths(controller.model, widths(made)),
-        lambda made: table_error(widths(made)),
-        goal,
+        lambda made: measure_error(widths(made)),
+        controller.target * error,
         error,
         say,
     )
@@ -52,9 +52,10 @@ def decide(
 
 
 def choose(
+    made: Network,
     make: Callable[[float], Network | None],
     cost: Callable[[Network], float],
-    table_error: Callable[[Network], float | None],
+    measure_error: Callable[[Network], float | None],
     goal: float,
     error: float,
     say: Callable[[str], None],
@@ -65,9 +66,10 @@ def choose(
     too fast.
 
     Args:
+        made: the network that costs what is asked for by the table and its known error.
         make: the network that costs so much by the table; None where that is out of reach.
         cost: by the table.
-        table_error: how many times the cost by the table the clock finds, against the dense network; None where it
+        measure_error: how many times the cost by the table the clock finds, against the dense network; None where it
             cannot be known.
         goal: the cost that is asked for.
         error: of the table, as far as it is known before.
@@ -78,23 +80,18 @@ def choose(
     """
     seen: list[tuple[float, float, Network]] = []
     allowed = goal / error
-    made = make(allowed)
-    assert made is not None
-    while made is not None and len(seen) < TIMED:
-        found = table_error(made)
-        if found is None:
-            break
+    more: Network | None = made
+    while more is not None and len(seen) < TIMED and (found := measure_error(more)) is not None:
         say(f"timed    {found - 1:+.1%} against the table")
         if not seen and abs(found / error - 1) <= NEAR:
-            return made, error
-        clock = found * cost(made)
-        seen.append((clock, found, made))
+            break
+        clock = found * cost(more)
+        seen.append((clock, found, more))
         if (1 - 2 * NEAR) * goal <= clock <= goal:
             break
         allowed = min(max((1 - NEAR) * goal / found, allowed / MOST), allowed * MOST)
-        made = make(allowed)
+        more = make(allowed)
     if not seen:
-        assert made is not None
         return made, error
     fast = [one for one in seen if one[0] <= goal]
     clock, error, made = max(fast, key=itemgetter(0)) if fast else min(seen, key=itemgetter(0))

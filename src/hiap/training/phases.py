@@ -249,7 +249,7 @@ class Search(Phase):
         topology, allowed, error = harden(network), 0.0, 1.0
         if self.controller is not None:
             known = context.parts.table_error
-            topology, allowed, error = decide(self.controller, config.round_to, self.table_error, known, context.say)
+            topology, allowed, error = decide(self.controller, config.round_to, self.measure_error, known, context.say)
         context.record |= {"table_error": error} if error != 1 else {}
         log_snapshot(context, network, self.step, topology, self.controller)
         found["neighbours"] = (
@@ -275,9 +275,9 @@ class Search(Phase):
             unmerged(phase.ema.module).load_state_dict(average.state_dict())
         return phase
 
-    def table_error(self, widths: Sequence[Widths]) -> float | None:
+    def measure_error(self, widths: Sequence[Widths]) -> float | None:
         """How much slower a network is than the latency table says; None where that cannot be known."""
-        return self.context.table_error(widths)
+        return self.context.measure_error(widths)
 
     def state_dict(self) -> tuple[Tensors, Values]:
         tensors, values = super().state_dict()

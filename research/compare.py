@@ -20,8 +20,9 @@ several processes may share a device and a records file. `--like hiap` gives eve
 into HiAP's training time. `--set` makes a variant of a method, with rows of its own.
 
 With `--cost`, a table of `hiap measure`, the target is in time. `hiap_time` is HiAP with that target. Every other
-method gets the most MACs with which it meets the target, `hiap` too. On the device of the table every network is timed
-before it is trained or cut out, while the other runs of a batch stand still, and chosen again where the table is wrong.
+method gets the most MACs with which it meets the target, `hiap` too. On the device of the table the networks of final
+runs are timed before they are trained or cut out, while the other runs of a batch stand still, and chosen again where
+the table is wrong. Runs that only choose a learning rate trust the table.
 
 Several targets are the sizes of one run (`--epochs` is the length of all of them), at one learning rate. Each leaves a
 record with the epochs up to it, whose `set` names the sizes before it: `after=70%:5` is five epochs at 70 %.
@@ -29,11 +30,12 @@ record with the epochs up to it, whose `set` names the sizes before it: `after=7
 `--compile` compiles the training steps of all methods (HiAP's after its search). Where several runs share a device, it
 has less to do for each; a run alone gains little, because compiling takes half a minute.
 
-`clock` and `speed` measure time and need the device to themselves. `clock` times training steps of each method; once
-there is such a record, tables and plots show no other training times. `speed` times a forward of the pruned networks
-of all `--seeds` side by side: with `--cost` as the table was measured, else compiled where there is a GPU. `times` does
-it for what peers make at several targets, untrained: a method that no table knows is brought to a time in this way.
-Networks of Torch-Pruning run as they are and optimised, and the faster form counts.
+`clock` and `speed` measure time and need the device to themselves; in a batch, the other runs stand still for `speed`.
+`clock` times training steps of each method; once there is such a record, tables and plots show no other training times.
+`speed` times a forward of the pruned networks of all `--seeds` side by side: with `--cost` as the table was measured,
+else compiled where there is a GPU. `times` does it for what peers make at several targets, untrained: a method that no
+table knows is brought to a time in this way. Networks of Torch-Pruning run as they are and optimised, and the faster
+form counts.
 
 `batch` runs a list of such commands, one on each line, several at a time. Commands below a line `wait` start when all
 above it have finished. `table` prints tables and draws plots. Torch-Pruning's methods need `torch-pruning`, plots need
@@ -154,7 +156,7 @@ def run_method(
             if final == CLOCK:  # as often as in the whole run, which has a longer search
                 searched = records_of(options, method, True)[0].search * options.epochs * steps
                 every = projection_interval(round(searched))
-            run = gated_run(method, config, out, data, every, options.compile)
+            run = gated_run(method, config, out, data, every, options.compile, timed=final is True)
             result = run.go()
             found = outcome(run, result.model, result.record, out, longer, final != CLOCK)
         else:
@@ -171,7 +173,7 @@ def peer_of(
     options: argparse.Namespace, method: str, config: Config, final: bool | str, data: ByteData, out: Path
 ) -> Peer:
     make = PEERS.get(method) or (lambda peer: from_scratch(peer, hiap_widths(options, config.seed, final)))
-    return Peer(config, out, data, make, options.compile)
+    return Peer(config, out, data, make, options.compile, timed=final is True)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -52,12 +52,20 @@ class Peer:
         target: the MACs that are allowed; where the run has a target in time, those of the last try.
         seen: the squared gradients of open gates, by the kinds of gates.
         faster: its training steps are compiled.
+        timed: with a target in time, its network is timed before it is trained.
     """
 
     def __init__(
-        self, config: Config, out: Path, data: Data, make: Callable[[Peer], nn.Module], faster: bool = False
+        self,
+        config: Config,
+        out: Path,
+        data: Data,
+        make: Callable[[Peer], nn.Module],
+        faster: bool = False,
+        timed: bool = True,
     ) -> None:
-        self.make, self.faster, self.run = make, faster, Run(config, out, data=data, first=self._phase)
+        self.make, self.faster, self.timed = make, faster, timed
+        self.run = Run(config, out, data=data, first=self._phase)
         self.context, self.config, self.data = self.run.context, self.run.config, self.run.parts.data
         self.dense, self.dense_macs = self.context.dense(), self.run.parts.dense_macs
         self.objective = self.context.objective(self.context.teacher(self.dense))
@@ -83,7 +91,7 @@ class Peer:
             made,
             lambda allowed: self._within(cost, allowed),
             lambda made: cost.of_widths(self.dense, widths_of(made)),
-            lambda made: clock_error(self.context, widths_of(made)),
+            lambda made: clock_error(self.context, widths_of(made)) if self.timed else None,
             most,
             1.0,
             self.context.say,
@@ -189,7 +197,14 @@ class MacRanked(LatencyCost):
 
 
 def gated_run(
-    method: str, config: Config, out: Path, data: Data, every: int | None = None, faster: bool = False, **more: Any
+    method: str,
+    config: Config,
+    out: Path,
+    data: Data,
+    every: int | None = None,
+    faster: bool = False,
+    timed: bool = True,
+    **more: Any,
 ) -> Run:
     """A run of HiAP, or of gates under a penalty, which no projection moves.
 
@@ -199,12 +214,14 @@ def gated_run(
     Args:
         every: steps from one move of HiAP's budget to the next, if not the usual ones.
         faster: the training steps of the small network are compiled.
+        timed: with a target in time, the network is timed before it is cut out.
         more: arguments of a run.
     """
     penalty = LEARNED.get(method)
 
     def search(context: Context) -> Search:
-        return SharedSearch(context, faster=faster, every=every if penalty is None else 0, penalty=penalty)
+        every_ = every if penalty is None else 0
+        return SharedSearch(context, faster=faster, timed=timed, every=every_, penalty=penalty)
 
     if config.cost is None:
         return Run(config, out, data=data, first=search, **more)

@@ -22,6 +22,8 @@ def compile_steps(phase: Recover) -> Recover:
     plain = type(phase.network).forward  # without the autocast around it, which the loss has too
     torch.compiler.reset()  # for a process that runs several methods
     phase.forward = torch.compile(partial(plain, phase.network), dynamic=False)
+    if phase.teacher is not None and phase.teacher.fast is not None:
+        phase.teacher.fast.compile(dynamic=False)
     return phase
 
 
@@ -38,14 +40,15 @@ class SharedSearch(Search):
 
     Args:
         faster: the training steps of the small network are compiled.
+        timed: with a target in time, the network is timed before it is cut out.
     """
 
-    def __init__(self, context: Context, *, faster: bool, **more: Any) -> None:
-        self.faster = faster
+    def __init__(self, context: Context, *, faster: bool, timed: bool, **more: Any) -> None:
+        self.faster, self.timed = faster, timed
         super().__init__(context, **more)
 
     def measure_error(self, widths: Sequence[Widths]) -> float | None:
-        return clock_error(self.context, widths)
+        return clock_error(self.context, widths) if self.timed else None
 
     def next(self) -> Phase:
         following = super().next()

@@ -9,10 +9,12 @@ from contextlib import contextmanager, suppress
 from typing import IO
 
 import psutil
+import torch
 
 LOCK = "COMPARE_BATCH_LOCK"  # the variable with the file that runs of one batch lock; the file has the batch's process
-SETTLE = 0.5  # seconds until the device has done what it was given
-PATIENCE = 5.0  # seconds in which a run must stand still
+SETTLE = 0.2  # seconds, at least, until the device has done what it was given
+PATIENCE = 5.0  # seconds in which a run must stand still, and the device too
+QUIET = 1.2  # times as long as its fastest a product takes, at most, on a device that has nothing else to do
 
 
 @contextmanager
@@ -45,6 +47,8 @@ def alone() -> Iterator[None]:
             while any(map(_running, others)) and time.monotonic() < deadline:
                 time.sleep(0.01)
             time.sleep(SETTLE)
+            if torch.cuda.is_available():
+                _until_quiet(time.monotonic() + PATIENCE)
             yield
         finally:
             for run in others:
@@ -57,6 +61,20 @@ def resume_all() -> None:
     for run in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
             run.resume()
+
+
+def _until_quiet(deadline: float) -> None:
+    """Wait until the device has done what stopped runs have given it: ten products take equally long."""
+    x, took = torch.ones(2048, 2048, device="cuda"), []
+    torch.cuda.synchronize()
+    while time.monotonic() < deadline and (len(took) < 20 or max(took[-10:]) > QUIET * min(took)):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        x @ x
+        end.record()
+        end.synchronize()
+        took.append(start.elapsed_time(end))
+        time.sleep(0.005)
 
 
 def _running(run: psutil.Process) -> bool:

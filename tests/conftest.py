@@ -13,6 +13,7 @@ from pathlib import Path
 # Without a GPU, Triton's kernels run in its interpreter. It asks for this when it is first imported, which torch does.
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ["HIAP_CACHE"] = os.devnull  # nothing is kept between tests
 
 import numpy as np
 import pytest

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import hiap
 from hiap.speed import fused, steps
 from hiap.speed.inference import LastBlock, optimize
+from hiap.speed.tuned import Fastest, cache_file
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA the kernels are compiled: test_cuda.py")
@@ -174,33 +179,75 @@ def test_one_pass_is_for_streams_that_its_tiles_fill(kernels: ModuleType, stream
     found = fused.fuse(blocks, torch.float32, 1, 17)
     choices = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "_settle", lambda some, say: choices.append(list(some)))
+        patch.setattr(fused, "_settle", lambda some, say, alone: choices.append(list(some)))
         fused.tune(found, 1, 17)
     assert [len(some) for some in choices] == [5, 0]
 
 
-def test_of_all_forms_the_fastest_right_one_is_kept(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "_FASTEST", {})
+def test_of_all_forms_the_fastest_right_one_is_kept(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "cache" / "kernels.jsonl"
+    monkeypatch.setattr(fused, "_FASTEST", Fastest(file))
     monkeypatch.setattr(fused, "THREADS", 1)  # the interpreter knows one
     monkeypatch.setattr(fused, "LINEAR", ((16, 16, 16, 1, 4), (7, 16, 16, 1, 4)))  # no tile has 7 rows
     monkeypatch.setattr(fused, "ATTEND", ((16, 2),))
     monkeypatch.setattr(fused, "FFN", ((16, 32, 1, 4),))
     seen: list[int] = []
 
+    held: list[bool] = []
+
+    @contextmanager
+    def alone() -> Iterator[None]:
+        held.append(True)
+        yield
+        held.append(False)
+
     def timings(calls: list[Any], *options: Any) -> list[list[float]]:
+        assert held[-1]
         seen.append(len(calls))
         return [[float(len(calls) - i)] for i in range(len(calls))]  # the last is the fastest
 
     monkeypatch.setattr(fused, "timings", timings)
     fast, blocks = blocks_of(small_vit(depth=1))
     found = fused.fuse(blocks, torch.float32, 2, 17, last=1)
-    fused.tune(found, 2, 17)
+    fused.tune(found, 2, 17, alone=alone)
     assert seen == [2] * 6  # plain PyTorch and one tile that runs
+    assert held == [True, False] * 2
     attend, ffn = found
     assert (attend.tile, attend.qkv.tile, ffn.tile) == ((16, 2), (16, 16, 16, 1, 4), (16, 32, 1, 4))
     x = torch.randn(2, 3, 16, 16)
     with torch.no_grad():
         assert off(fast.family.head(fast.model, found(fast.stem(x))), fast(x)) < 2e-5
+    known = [step.tile for step in (attend, attend.qkv, attend.out, ffn, ffn.fc1, ffn.out)]
+    monkeypatch.setattr(fused, "_FASTEST", Fastest(file))  # as in another process
+    fused.tune(found, 2, 17, alone=alone)
+    assert len(seen) == 6 and len(held) == 4  # nothing is timed again
+    assert [step.tile for step in (attend, attend.qkv, attend.out, ffn, ffn.fc1, ffn.out)] == known
+
+
+def test_forms_are_kept_in_a_file_that_may_be_damaged_or_missing(tmp_path: Path) -> None:
+    file = tmp_path / "cache" / "kernels.jsonl"
+    first, second = Fastest(file), Fastest(file)
+    first.read()
+    first.add("a", (16, 2))
+    second.add("b", None)
+    with file.open("a") as end:
+        end.write('["c", [1\n7\n["d", "x"]\n["a", [1, 1]]\n["e", [4]]\n')
+    first.read()
+    assert first.forms == {"a": (16, 2), "b": None, "e": (4,)}
+    nowhere = Fastest(Path(os.devnull, "kernels.jsonl"))
+    nowhere.read()
+    nowhere.add("a", (1, 2))
+    assert nowhere["a"] == (1, 2) and "b" not in nowhere
+
+
+def test_the_folder_of_the_cache_can_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HIAP_CACHE", str(tmp_path))
+    assert cache_file() == tmp_path / "kernels.jsonl"
+    monkeypatch.delenv("HIAP_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_file() == tmp_path / "hiap" / "kernels.jsonl"
 
 
 def test_the_roofline_counts_the_operations_of_every_kernel() -> None:

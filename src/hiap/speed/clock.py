@@ -5,16 +5,17 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
-__all__ = ["DTYPES", "Call", "device_name", "graphed", "materialise", "precision", "timings"]
+__all__ = ["DTYPES", "Alone", "Call", "device_name", "graphed", "materialise", "precision", "timings"]
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+Alone = Callable[[], AbstractContextManager[None]]  # keeps others off the device
 Call = Callable[[], Any]
 Module = TypeVar("Module", bound=nn.Module)
 

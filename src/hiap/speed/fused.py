@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -21,8 +22,9 @@ from torch import Tensor, nn
 from hiap.errors import InputError
 from hiap.models.registry import family_of
 from hiap.nn.compact import Attention, Block, Constant, Mlp
-from hiap.speed.clock import Call, graphed, timings
+from hiap.speed.clock import Alone, Call, device_name, graphed, timings
 from hiap.speed.steps import Attend, FeedForward, First, Linear, Plain, Shift, Tile
+from hiap.speed.tuned import Fastest, cache_file
 
 __all__ = ["check_available", "fuse", "hindrance"]
 
@@ -91,11 +93,13 @@ def fuse(
     tokens: int,
     last: int | None = None,
     say: Callable[[str], None] = lambda text: None,
+    alone: Alone = nullcontext,
 ) -> nn.Sequential:
     """The steps that compute what blocks compute, each in its fastest form for a batch of so many tokens.
 
     Args:
         last: how many tokens of the last block are read; None for all.
+        alone: held while kernels are timed, and not while they are compiled.
     """
     steps: list[nn.Module] = []
     for block in blocks:
@@ -118,7 +122,7 @@ def fuse(
             )
     found = nn.Sequential(*steps)
     if any(tensor.is_cuda for tensor in found.buffers()):
-        tune(found, batch, tokens, say)
+        tune(found, batch, tokens, say, alone)
     return found
 
 
@@ -153,16 +157,29 @@ class Choice:
         return next(self.module.buffers())
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> str:
         """What the fastest form depends on."""
-        return (self.like.device, self.like.dtype, self.shapes, *self.kind)
+        where = (device_name(self.like.device), torch.__version__, version("hiap"))
+        return repr((*where, self.like.dtype, self.shapes, *self.kind))
+
+    def on_random(self) -> Callable[[Tile], Tensor]:
+        """The module on random inputs, in the form that it is called with."""
+        like = self.like
+        inputs = [torch.randn(shape, device=like.device, dtype=like.dtype) for shape in self.shapes]
+        return functools.partial(self.run, *inputs)
 
 
-_FASTEST: dict[tuple[Any, ...], Tile] = {}  # of what was tried in this process
+_FASTEST = Fastest(cache_file())
 
 
-def tune(steps: Iterable[nn.Module], batch: int, tokens: int, say: Callable[[str], None] = lambda text: None) -> None:
-    """Give every step its fastest form, by the clock. Compiling takes a while, once on a machine: Triton keeps it."""
+def tune(
+    steps: Iterable[nn.Module],
+    batch: int,
+    tokens: int,
+    say: Callable[[str], None] = lambda text: None,
+    alone: Alone = nullcontext,
+) -> None:
+    """Give every step its fastest form, by the clock. This takes a while, once on a machine."""
     products, passes = [], []
     for step in steps:
         if isinstance(step, Attend):
@@ -181,7 +198,7 @@ def tune(steps: Iterable[nn.Module], batch: int, tokens: int, say: Callable[[str
         elif isinstance(step, First):
             tokens = step.tokens
     for choices in (products, passes):  # one pass is set against two products in their fastest form
-        _settle(choices, say)
+        _settle(choices, say, alone)
 
 
 def _widths(step: Attend, tokens: int, first: int) -> list[tuple[int, int]]:
@@ -203,30 +220,41 @@ def _is_two_powers(width: int) -> bool:
     return sum(kernels.two_powers(width)) == width
 
 
-def _settle(choices: Sequence[Choice], say: Callable[[str], None]) -> None:
+def _settle(choices: Sequence[Choice], say: Callable[[str], None], alone: Alone) -> None:
     """Give every module its fastest form; each shape is timed once."""
+    _FASTEST.read()
     todo = {choice.key: choice for choice in choices if choice.key not in _FASTEST}
+    right = {}
     for number, (key, choice) in enumerate(todo.items(), 1):
         say(f"kernels: shape {number} of {len(todo)}")
-        _FASTEST[key] = _fastest(choice)
+        right[key] = _right(choice)
+    if todo:
+        with alone():
+            _FASTEST.read()  # others may have timed the same meanwhile
+            for key, choice in todo.items():
+                if key not in _FASTEST:
+                    _FASTEST.add(key, _fastest(choice, right[key]))
     for choice in choices:
         choice.module.tile = _FASTEST[choice.key]
 
 
-def _fastest(choice: Choice) -> Tile:
-    like = choice.like
-    inputs = [torch.randn(shape, device=like.device, dtype=like.dtype) for shape in choice.shapes]
-    run = functools.partial(choice.run, *inputs)
+def _right(choice: Choice) -> list[Tile]:
+    """The forms that run and are right, plain PyTorch first; all of them are compiled then."""
+    run = choice.on_random()
     right = functools.partial(_is_right, run, run(None))
     with ThreadPoolExecutor(THREADS) as pool:  # compiles several at once
         works = list(pool.map(right, choice.tiles))
-    tiles = [None, *(tile for tile, good in zip(choice.tiles, works, strict=True) if good)]
+    return [None, *(tile for tile, good in zip(choice.tiles, works, strict=True) if good)]
+
+
+def _fastest(choice: Choice, tiles: Sequence[Tile]) -> Tile:
     if len(tiles) == 1:
-        return None
+        return tiles[0]
+    device, run = choice.like.device, choice.on_random()
     calls: list[Call] = [functools.partial(run, tile) for tile in tiles]
-    if like.is_cuda:
-        calls = [graphed(call, like.device) for call in calls]
-    times = timings(calls, like.device, 2, 20, 5)
+    if device.type == "cuda":
+        calls = [graphed(call, device) for call in calls]
+    times = timings(calls, device, 2, 20, 5)
     return tiles[min(range(len(tiles)), key=lambda i: min(times[i]))]
 
 

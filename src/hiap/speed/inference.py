@@ -19,6 +19,7 @@ import copy
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import cast
 
@@ -35,7 +36,7 @@ from hiap.nn.token_merging import MergingBlocks
 from hiap.pruning.attach import is_gated
 from hiap.pruning.extract import TOLERANCE, check_dtype, difference, probe_images, rebuild
 from hiap.pruning.topology import Topology
-from hiap.speed.clock import materialise, timings
+from hiap.speed.clock import Alone, materialise, timings
 from hiap.speed.fused import check_available, fuse
 
 __all__ = ["Optimized", "bake", "compiled", "optimize"]
@@ -127,6 +128,7 @@ def optimize(
     last_block: bool = True,
     kernels: bool = False,
     say: Callable[[str], None] = lambda text: None,
+    alone: Alone = nullcontext,
 ) -> Optimized:
     """A copy of a dense or compact model that is faster at inference and computes the same logits.
 
@@ -139,6 +141,7 @@ def optimize(
         kernels: whether blocks run on fused Triton kernels where those are faster: in half precision, on a CUDA device.
             Each is checked against plain PyTorch. Finding the fastest takes up to a minute the first time.
         say: is told of progress.
+        alone: held while kernels are timed, to keep others off the device.
 
     Raises:
         UnsupportedModelError: the model is of another family.
@@ -171,7 +174,7 @@ def optimize(
         raise ExtractionError(f"the optimised network does not reproduce its model: they differ by {measured:.3g}")
     if not kernels:
         return fast.to(dtype)
-    return _on_kernels(fast, dtype, batch, family.tokens(model), x, expected, say)
+    return _on_kernels(fast, dtype, batch, family.tokens(model), x, expected, say, alone)
 
 
 def _on_kernels(
@@ -182,13 +185,14 @@ def _on_kernels(
     images: Tensor,
     expected: Tensor,
     say: Callable[[str], None],
+    alone: Alone,
 ) -> Optimized:
     """The network on fused kernels; as it is, with a warning, where they compute something else."""
     plain = copy.deepcopy(fast).to(dtype)
     blocks = [block.block if isinstance(block, LastBlock) else block for block in fast.blocks]
     last = fast.blocks[-1].tokens if len(fast.blocks) and isinstance(fast.blocks[-1], LastBlock) else None
     fast.blocks = nn.ModuleList()
-    fast.to(dtype).blocks = nn.ModuleList(fuse(cast(list[Block], blocks), dtype, batch, tokens, last, say))
+    fast.to(dtype).blocks = nn.ModuleList(fuse(cast(list[Block], blocks), dtype, batch, tokens, last, say, alone))
     own, theirs = (difference([expected], [net(images.to(dtype)).to(expected)]) for net in (fast, plain))
     if own <= 2 * theirs + torch.finfo(dtype).eps:
         return fast

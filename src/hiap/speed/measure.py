@@ -13,7 +13,7 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,18 +27,17 @@ from hiap.nn.compact import Widths, is_glu, shrink_block
 from hiap.nn.rotary import Rotary
 from hiap.pruning.attach import is_gated
 from hiap.pruning.extract import shrink
-from hiap.speed.clock import DTYPES, Call, device_name, graphed, materialise, precision, timings
+from hiap.speed.clock import DTYPES, Alone, Call, device_name, graphed, materialise, precision, timings
 from hiap.speed.fitting import calibrate
 from hiap.speed.fused import fuse, hindrance
 from hiap.speed.inference import compiled, optimize
 from hiap.speed.steps import NEURONS
 
-__all__ = ["Alone", "OtherRuntime", "measure", "measured", "network_costs", "predicted"]
+__all__ = ["OtherRuntime", "measure", "measured", "network_costs", "predicted"]
 
 SECONDS = 0.3  # that a call on a CPU is timed for, or longer where it takes long
 CHAIN = 4  # copies of a part in one timed call, one after the other as in a network
 
-Alone = Callable[[], AbstractContextManager[None]]  # keeps others off the device
 
 
 @dataclass(frozen=True)
@@ -210,7 +209,7 @@ def network_costs(
         alone: held while the clock runs, and not while a network is compiled.
     """
     clock: Callable[[Call], float] | None = None
-    how = (table.batch, table.mode, other, table.kernels)
+    how = (table.batch, table.mode, other, table.kernels, alone)
     with precision(table.precision) as dtype:
         for network in networks:
             call = _network_call(network, device, dtype, *how)
@@ -229,6 +228,7 @@ def _network_call(
     mode: str,
     other: OtherRuntime | None,
     kernels: bool,
+    alone: Alone = nullcontext,
 ) -> Call:
     """A forward of a whole network."""
     net = copy.deepcopy(model).to(device).eval()
@@ -239,7 +239,7 @@ def _network_call(
     run: nn.Module = net
     if mode == "compile":
         torch.compiler.reset()
-        run = compiled(optimize(net, dtype, batch, last_block=kernels, kernels=kernels))
+        run = compiled(optimize(net, dtype, batch, last_block=kernels, kernels=kernels, alone=alone))
     else:
         net.to(dtype)
     return torch.inference_mode()(lambda: run(x))

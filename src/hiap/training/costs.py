@@ -21,8 +21,8 @@ from hiap.export.latency_tables import other_runtime
 from hiap.models.registry import widths_of
 from hiap.nn.compact import Widths
 from hiap.pruning.extract import shrink
-from hiap.speed.clock import device_name, materialise
-from hiap.speed.measure import Alone, measure, measured
+from hiap.speed.clock import Alone, device_name, materialise
+from hiap.speed.measure import measure, measured
 from hiap.training.config import Config, ConfigError
 
 __all__ = ["make_controller", "make_cost", "measure_error", "measure_here", "measured_there"]

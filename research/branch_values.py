@@ -5,7 +5,8 @@
 
 DIR is made by `tiny_imagenet.py`, TABLE by `hiap measure`. Units are valued by the squared gradients of 26 batches,
 with every gate open and aligned heads. Whole branches are valued in the same way, or by the loss without them on some
-training images, about as many as those of the held-out tenth. Networks are cut at once and not trained. The script
+training images, about as many as those of the held-out tenth; and what goes of a branch with a part of its units is
+taken to be 1 - (1 - s)^2 of it, or measured on the same images. Networks are cut at once and not trained. The script
 prints their loss and top-1 on the held-out tenth.
 """
 
@@ -51,15 +52,21 @@ def main() -> None:
         gated = hiap.attach(copy.deepcopy(run.dense), KINDS, logit=8.0).eval()
         return Controller(gated, LatencyCost(gated, table), target)
 
+    objective = run.objective
+    with torch.no_grad():
+        goals = [objective.goals(run.dense, x) for x, _ in learned]
+
     @torch.no_grad()
     def loss_of(model: torch.nn.Module) -> torch.Tensor:
-        return torch.stack([run.loss(model, x, y) for x, y in learned]).mean()
+        terms = [objective.terms(model, x, y, known) for (x, y), known in zip(learned, goals, strict=True)]
+        return torch.stack([objective.weighted(one) for one in terms]).mean()
 
     cost = LatencyCost(run.dense, table)
     dense = cost.outside + cost.dense
     least = controller(dense * 0.999)
     least.restore(torch.where(least.by_measure, 0.0, squared), BATCHES)
     least.measure(lambda: loss_of(least.model))
+    least.measure_curves(lambda: loss_of(least.model))
     names = [name for name, module in least.model.named_modules() if any(module is gate for gate in least.measured)]
     print("growth of the loss without a branch, squared gradient of its gate")
     for name, *values in zip(
@@ -68,9 +75,13 @@ def main() -> None:
         print(f"  {name:32} {values[0]:8.4f} {values[1]:.2e}", flush=True)
     print("target, branches by, loss, top-1, widths (heads, q/k dims, value dims, neurons)")
     for text in options.targets.split(","):
-        for how, values in (("gradients", squared), ("leaving out", least.importance)):
+        for how, values, curves in (
+            ("gradients", squared, None),
+            ("leaving out", least.importance, None),
+            ("leaving out, and parts", least.importance, least.curves),
+        ):
             timed = controller(Target.parse(text).absolute(dense))
-            timed.restore(values, BATCHES)
+            timed.restore(values, BATCHES, curves)
             topology = timed.decide()
             set_topology(timed.model, topology)
             widths = [(w.heads, w.qk_dim, w.value_dim, w.neurons) for w in topology.widths(config.round_to)]

@@ -220,8 +220,8 @@ def gated_run(
     penalty = LEARNED.get(method)
 
     def search(context: Context) -> Search:
-        every_ = every if penalty is None else 0
-        return SharedSearch(context, faster=faster, timed=timed, every=every_, penalty=penalty)
+        own: dict[str, Any] = {"every": every if penalty is None else 0, "penalty": penalty}
+        return SharedSearch(context, faster=faster, timed=timed, **own)
 
     if config.cost is None:
         return Run(config, out, data=data, first=search, **more)

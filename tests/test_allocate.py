@@ -5,7 +5,8 @@ import torch
 
 import hiap
 from conftest import make
-from hiap.budget.allocate import Allocation, Floors, Values
+from hiap.budget.allocate import Allocation
+from hiap.budget.branches import Floors, Values
 from hiap.models.family import Site
 from hiap.models.registry import sites
 from hiap.nn.compact import Widths

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import hiap
 from conftest import make
-from hiap.budget.allocate import Allocation, Floors
+from hiap.budget.allocate import Allocation
+from hiap.budget.branches import Floors
 from hiap.budget.controller import BudgetError, Controller, Target
 from hiap.budget.latency import LatencyCost, LatencyError, LatencyTable
 from hiap.models.registry import sites

@@ -35,9 +35,8 @@ from hiap.speed.steps import NEURONS
 
 __all__ = ["OtherRuntime", "measure", "measured", "network_costs", "predicted"]
 
-SECONDS = 0.3  # that a call on a CPU is timed for, or longer where it takes long
+SECONDS = 0.3  # that a call is timed for where its pace is held, or longer where it takes long
 CHAIN = 4  # copies of a part in one timed call, one after the other as in a network
-
 
 
 @dataclass(frozen=True)
@@ -203,7 +202,7 @@ def network_costs(
     other: OtherRuntime | None = None,
     alone: Alone = nullcontext,
 ) -> Iterator[float]:
-    """A forward of each network, run and timed as the table says. On a CPU each takes turns with the first one.
+    """A forward of each network, run and timed as the table says. Each takes turns with the first one.
 
     Args:
         alone: held while the clock runs, and not while a network is compiled.
@@ -215,7 +214,7 @@ def network_costs(
             call = _network_call(network, device, dtype, *how)
             call()
             with alone():
-                clock = clock or _clock(table.unit, device, table.mode, call)
+                clock = clock or _clock(table.unit, device, table.mode, call, steady=True)
                 cost = clock(call)
             yield cost
 
@@ -334,33 +333,35 @@ def _check_clock(unit: str, device: torch.device, mode: str) -> None:
         raise LatencyError(f"mode {mode!r} needs a CUDA device; found {device}: measure with mode 'eager'")
 
 
-def _clock(unit: str, device: torch.device, mode: str, pace: Call) -> Callable[[Call], float]:
-    """What one call costs, in the unit, on the device. A CPU is held to its pace."""
+def _clock(unit: str, device: torch.device, mode: str, pace: Call, steady: bool = False) -> Callable[[Call], float]:
+    """What one call costs, in the unit, on the device. A CPU is held to its pace, other devices where that is asked."""
     _check_clock(unit, device, mode)
     prepare: Callable[[Call], Call] = (lambda run: graphed(run, device)) if mode != "eager" else (lambda run: run)
     if unit == "mJ":
         return _energy_clock(device, prepare)
-    if device.type == "cpu":
-        return _SteadyClock(device, pace)
+    if device.type == "cpu" or steady:
+        return _SteadyClock(device, prepare, pace)
     return lambda run: min(timings([prepare(run)], device, 2, 20)[0])  # what disturbs a clock makes it slow, never fast
 
 
 class _SteadyClock:
-    """Milliseconds of calls on a CPU, whose speed changes from second to second with what else its machine does.
+    """Milliseconds of calls on a device whose speed changes: that of a CPU from second to second with what else its
+    machine does, that of a GPU with its load.
 
     A call takes turns with another one that sets the pace, and its time is scaled to the pace at the start. So costs on
     one clock have the right ratios to each other, whatever the machine does between them.
 
     Args:
+        prepare: makes of a call what is timed.
         pace: a call of the kind that is to be timed: what slows one down must slow the other.
     """
 
-    def __init__(self, device: torch.device, pace: Call) -> None:
-        self.device, self.pace = device, pace
-        self.start = self._fastest(pace)[1]
+    def __init__(self, device: torch.device, prepare: Callable[[Call], Call], pace: Call) -> None:
+        self.device, self.prepare, self.pace = device, prepare, prepare(pace)
+        self.start = self._fastest(self.pace)[1]
 
     def __call__(self, run: Call) -> float:
-        took, pace = self._fastest(run)
+        took, pace = self._fastest(self.prepare(run))
         return took * self.start / pace
 
     def _fastest(self, run: Call) -> tuple[float, float]:

@@ -25,7 +25,7 @@ from hiap.errors import InputError
 from hiap.models.family import logits_of
 from hiap.models.registry import family_of
 from hiap.training.evaluate import Interrupted, alone
-from hiap.training.objective import Objective, Teacher, feature_distance, spread_of, watch_blocks
+from hiap.training.objective import Goals, Objective, Teacher, feature_distance, spread_of, watch_blocks
 
 __all__ = ["FeatureObjective", "Features", "feature_scores", "feature_width", "pooled_output"]
 
@@ -77,8 +77,11 @@ class FeatureObjective(Objective):
     unbiased estimate of that sum.
     """
 
-    def terms(self, model: nn.Module, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+    def terms(self, model: nn.Module, x: Tensor, target: Tensor, goals: Goals | None = None) -> dict[str, Tensor]:
         return {name: distance for name, (distance, _) in self._compared(model, x).items()}
+
+    def goals(self, model: nn.Module, x: Tensor) -> None:
+        """Nothing is known beforehand: what the dense model says is compared as it is computed."""
 
     def terms_and_probe(self, model: nn.Module, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """The loss of a batch, term by term, and a scalar to rank units by: the square of its gradient counts.

@@ -27,8 +27,9 @@ from hiap.training.ladder import Ladder
 from hiap.training.metrics import METRICS
 from hiap.training.out_of_memory import out_of_memory
 from hiap.training.phase import Phase
-from hiap.training.phases import Dense, Recover, Search, restore
+from hiap.training.phases import Dense, Recover, Search
 from hiap.training.progress import Progress, Stopwatch, epoch_line
+from hiap.training.restoring import restore
 from hiap.training.result import Result, finish
 from hiap.training.run_folder import RunFolder, checkpoints, load_checkpoint, load_dense, logged
 from hiap.training.rungs import LADDER, check_not_rung
@@ -52,8 +53,8 @@ def prune(
 ) -> Result:
     """Prune a model and save the small one in `out/compact`.
 
-    Several targets, such as "70%,50%,35%", give several sizes in one run, each saved in a folder of its own, such as
-    `out/50%/compact`. The result is then the smallest one; its `rungs` tell of all.
+    Several targets, such as "70%,50%,35%", give several sizes in one run, each in a folder of its own (`out/50%`).
+    The result is then the smallest one; its `rungs` tell of all.
 
     Args:
         config: what to do; `target` and `epochs` are what most people set.
@@ -68,9 +69,8 @@ def prune(
 
     Raises:
         ConfigError, BudgetError, UnsupportedModelError: before any work.
-        RunError: the folder is in use, holds another run or none to resume; the loss is not finite; memory or disk are
-            full. The last checkpoint is whole.
-        KeyboardInterrupt, SystemExit: after SIGINT or SIGTERM, once a checkpoint is saved.
+        RunError: the folder is in use, holds another run or none to resume; the loss is not finite; no memory or disk.
+        KeyboardInterrupt, SystemExit: after SIGINT or SIGTERM. Here and after a RunError the last checkpoint is whole.
     """
 
     def run(config: Config, folder: Path, resume: bool, descent: Descent | None = None) -> Run:

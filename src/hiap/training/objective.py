@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from hiap.speed.inference import Optimized, optimize
 from hiap.training.config import Config
 
 __all__ = [
+    "Goals",
     "Objective",
     "Teacher",
     "cost_terms",
@@ -117,6 +118,17 @@ def feasibility_terms(model: nn.Module, k_min: float, gamma_attn: float, gamma_f
     return {"feasible_head": head, "feasible_dim": dim, "feasible_ffn": ffn}
 
 
+class Goals(NamedTuple):
+    """What a teacher says of a batch.
+
+    Attributes:
+        features: of the blocks that are compared; none where they are not.
+    """
+
+    logits: Tensor
+    features: list[Tensor]
+
+
 class Objective:
     """The loss of a batch: labels, and what a teacher says.
 
@@ -134,20 +146,30 @@ class Objective:
     ) -> None:
         self.config, self.teacher, self.autocast, self.unwrap = config, teacher, autocast, unwrap
 
-    def terms(self, model: nn.Module, x: Tensor, target: Tensor) -> dict[str, Tensor]:
-        """The loss of a batch, term by term."""
-        config, teacher = self.config, self.teacher
-        own, goals_of = self._watched(model) if teacher is not None and config.features_weight else ([], [])
-        with self.autocast(), watch_blocks(own) as features:
+    def terms(self, model: nn.Module, x: Tensor, target: Tensor, goals: Goals | None = None) -> dict[str, Tensor]:
+        """The loss of a batch, term by term.
+
+        Args:
+            goals: what the teacher says of the batch, where that is known.
+        """
+        config, watched = self.config, self.teacher is not None and self.config.features_weight
+        with self.autocast(), watch_blocks(self._watched(model)[0] if watched else []) as features:
             logits = logits_of(model(x)).float()
         terms = {"task": task_loss(logits, target, config.smoothing)}
-        if teacher is not None:
-            with self.autocast(), watch_blocks(goals_of) as goals:
-                teacher_logits = teacher(x)
-            terms["distill"] = distillation(logits, teacher_logits, config.distill_temperature)
-            if own:
-                terms["features"] = feature_distance(features, goals)
+        goals = self.goals(model, x) if goals is None else goals
+        if goals is not None:
+            terms["distill"] = distillation(logits, goals.logits, config.distill_temperature)
+            if goals.features:
+                terms["features"] = feature_distance(features, goals.features)
         return terms
+
+    def goals(self, model: nn.Module, x: Tensor) -> Goals | None:
+        """What the teacher says of a batch, if there is one. The model tells which of its blocks are compared."""
+        if self.teacher is None:
+            return None
+        watched = self._watched(model)[1] if self.config.features_weight else []
+        with self.autocast(), watch_blocks(watched) as features:
+            return Goals(self.teacher(x), features)
 
     def _watched(self, model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
         """The blocks whose outputs are compared, of the network and of its teacher."""

@@ -18,7 +18,7 @@ from hiap.models.registry import family_of, sites
 from hiap.nn.compact import Widths
 from hiap.pruning.attach import attach, gates, is_gated, parameter_groups, set_gates
 from hiap.pruning.count import expected_counts
-from hiap.pruning.extract import Provenance, extract, note_provenance, origin_of, provenance_of, rebuild, slices
+from hiap.pruning.extract import extract, provenance_of, slices
 from hiap.pruning.merging import unmerged
 from hiap.pruning.topology import Topology, harden, set_topology
 from hiap.training.context import Context
@@ -30,9 +30,11 @@ from hiap.training.phase import Phase, Tensors, Values, part
 from hiap.training.schedule import projection_interval
 from hiap.training.snapshots import SNAPSHOTS, log_snapshot, whole_cost
 
-__all__ = ["SOFT_SCORES", "Dense", "Recover", "Search", "restore"]
+__all__ = ["SOFT_SCORES", "Dense", "Recover", "Search", "fixed"]
 
 MEASURED = 10  # moves of the budget from one measurement of whole branches to the next
+CURVES = 4  # of these from one measurement of parts of branches to the next
+SOME = 256  # images that this takes at most, in each process
 SOFT_SCORES = 8  # evaluations of a search, at most, that are made with gates as in training as well
 NEW = 10.0  # times faster a new classifier learns than the trained rest of a dense model
 
@@ -147,19 +149,31 @@ class Search(Phase):
     def train_step(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         controller = self.controller
         if controller is not None and controller.measured and self.every and self.step % (MEASURED * self.every) == 0:
-            self.network.eval()
-            controller.measure(lambda: self.context.mean(self._loss(x, y)))
+            self._measure(controller, x, y)
         return super().train_step(x, y)
 
     @torch.no_grad()
-    def _loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """The loss of a batch, as the network is now."""
+    def _measure(self, controller: Controller, x: Tensor, y: Tensor) -> None:
+        """Let the controller see the loss of a batch without this and that part of the network."""
+        self.network.eval()
+        controller.measure(self._loss_of(x, y))
+        if self.step // (MEASURED * self.every) % CURVES == 1:
+            controller.measure_curves(self._loss_of(x[:SOME], y[:SOME]))
+
+    def _loss_of(self, x: Tensor, y: Tensor) -> Callable[[], Tensor]:
+        """What gives the loss of these images, as the network is then. The teacher is asked once."""
+        objective = self.objective
         images, labels = (part.to(self.context.device).tensor_split(self.context.config.accumulate) for part in (x, y))
-        losses = [
-            self.objective.weighted(self.objective.terms(self.network, xs, ys)) * (len(xs) / len(x))
-            for xs, ys in zip(images, labels, strict=True)
-        ]
-        return torch.stack(losses).sum()
+        some = [(xs, ys, objective.goals(self.network, xs)) for xs, ys in zip(images, labels, strict=True) if len(xs)]
+
+        def loss() -> Tensor:
+            losses = [
+                objective.weighted(objective.terms(self.network, xs, ys, goals)) * (len(xs) / len(x))
+                for xs, ys, goals in some
+            ]
+            return self.context.mean(torch.stack(losses).sum())
+
+        return loss
 
     def terms(self, model: nn.Module, x: Tensor, target: Tensor, share: float = 1.0) -> dict[str, Tensor]:
         objective, controller = self.objective, self.controller
@@ -283,13 +297,15 @@ class Search(Phase):
         tensors, values = super().state_dict()
         if self.controller is not None:
             tensors["controller.importance"] = self.controller.importance
+            tensors |= {"controller.curves": self.controller.curves} if len(self.controller.curves) else {}
             values["observations"] = self.controller.observations
         return tensors, values
 
     def load_state_dict(self, tensors: Tensors, values: Values) -> None:
         super().load_state_dict(tensors, values)
         if self.controller is not None:
-            self.controller.restore(tensors["controller.importance"], values["observations"])
+            importance, curves = tensors["controller.importance"], tensors.get("controller.curves")
+            self.controller.restore(importance, values["observations"], curves)
 
 
 class Recover(Phase):
@@ -353,35 +369,6 @@ class Recover(Phase):
     def load_state_dict(self, tensors: Tensors, values: Values) -> None:
         super().load_state_dict(tensors, values)
         self.best = part(tensors, "best.")
-
-
-def restore(context: Context, tensors: Tensors, values: Values) -> Phase:
-    """The phase of a checkpoint: it builds what the phase itself needs, and nothing of those before it."""
-    phase: Phase
-    if values["stage"] == Dense.name:
-        phase = Dense(context)
-    elif values["stage"] == Search.name:
-        phase = Search(context, fresh=False)
-    else:
-        phase = _recover(context, Topology.from_json(values["topology"]), values["verified"])
-    phase.load_state_dict(tensors, values)
-    return phase
-
-
-def _recover(context: Context, topology: Topology, verified: Sequence[float] | None) -> Recover:
-    """The phase with a network of the topology, whose weights are still to come."""
-    config, parts, dense = context.config, context.parts, context.dense()
-    teacher = context.teacher(dense)
-    source = context.start(dense)
-    if verified is None:
-        network = fixed(context, attach(source, parts.kinds, config.keep_blocks, seed=config.seed))
-    else:
-        origin, recipe = origin_of(source, topology)
-        network = rebuild(source, topology, topology.widths(config.round_to))
-        difference, tolerance = verified
-        note_provenance(network, Provenance(topology, origin, config.round_to, difference, tolerance, recipe))
-        network = context.merging(network)
-    return Recover(context, network, teacher, topology=topology)
 
 
 def fixed(context: Context, network: nn.Module) -> nn.Module:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from hiap.budget.allocate import Allocation
-from hiap.budget.branches import Curves, Floors, Values
+from hiap.budget.branches import Floors, Values
 from hiap.budget.cost import Cost
 from hiap.budget.target import BudgetError, Target
 from hiap.errors import InputError
 from hiap.models.family import Site
 from hiap.models.registry import sites
 from hiap.nn.compact import Widths
-from hiap.nn.gates import Gate
 from hiap.nn.rotary import pair_count, pair_of
 from hiap.pruning.attach import gates, gates_by_block, is_gated
 from hiap.pruning.topology import BlockTopology, Topology, harden
@@ -32,8 +31,7 @@ from hiap.pruning.topology import BlockTopology, Topology, harden
 __all__ = ["BudgetError", "Controller", "Floors", "Target"]
 
 MACRO = ("head", "attention")  # the gates of the macro term; the others belong to the micro term
-WHOLE = {"attention": ("head", "qk_dim", "value_dim"), "ffn": ("neuron",)}  # what closes a branch, what is in it
-KEPT = (1 / 2, 1 / 8)  # of the units of a kind, where it is measured what goes of a branch with the others
+WHOLE = ("attention", "ffn")  # close whole branches
 LIMIT = 8.0  # logits are held within it: p = 0.9997 and 0.0003
 DIGITS = 5  # of a value that count in the decision
 NOTHING = 1e-30  # least value of a unit: its logarithm is taken
@@ -108,7 +106,6 @@ class Controller:
         self.measured = [gate for gate in self.all_gates if id(gate) in whole]
         masks = [torch.full_like(gate.logit, id(gate) in whole, dtype=torch.bool) for gate in self.all_gates]
         self.by_measure = torch.cat(masks)
-        self.curves = torch.zeros(0, len(KEPT), 2, dtype=torch.float64)
         self.low = self.allocation.least
         if not self.reaches(target):
             raise BudgetError(
@@ -160,62 +157,10 @@ class Controller:
         averaged = torch.where(known > 0, (known + grown) / 2, grown)
         self.importance[self.by_measure] = torch.where(grown.isfinite(), averaged, known)
 
-    @torch.no_grad()
-    def measure_curves(self, loss: Callable[[], Tensor]) -> None:
-        """How much of a branch goes with a part of its units: the growth of the loss without those, by the growth
-        without all of it.
-
-        Args:
-            loss: of the network as it is now, its gates hard.
-        """
-        shares, grown = [], []
-        for kinds, values, whole, inside in self._branches(self.values()):
-            parts = {kind: kinds[kind] for kind in inside}
-            own = [kinds[whole], *parts.values()]
-            before = [gate.logit.clone() for gate in own]
-            for gate in own:
-                gate.logit.fill_(LIMIT)
-            least = loss()
-            kinds[whole].logit.fill_(-LIMIT)
-            most = loss()
-            kinds[whole].logit.fill_(LIMIT)
-            for kind, gate in parts.items():
-                rows = values[kind].view(1, -1) if kind in ("head", "neuron") else values[kind]
-                ordered = rows.sort(dim=-1, descending=True)
-                for kept in KEPT:
-                    count = max(1, round(kept * rows.shape[-1]))
-                    shares.append(float(ordered.values[:, count:].sum() / rows.sum()))
-                    logits = torch.full_like(rows, LIMIT).scatter(-1, ordered.indices[:, count:], -LIMIT)
-                    gate.logit.copy_(logits.flatten())
-                    grown.append((loss() - least) / (most - least))
-                gate.logit.fill_(LIMIT)
-            for gate, logit in zip(own, before, strict=True):
-                gate.logit.copy_(logit)
-        found = torch.stack(grown).double().cpu().nan_to_num(1.0, 1.0, 0.0)
-        self.curves = torch.stack([torch.tensor(shares, dtype=torch.float64), found], 1).view(-1, len(KEPT), 2)
-
-    def _branches(self, values: Sequence[Values]) -> Iterator[tuple[dict[str, Gate], Values, str, list[str]]]:
-        """The branches that are valued by `measure`: gates and values of the block, what closes it, what is in it."""
-        measured = set(map(id, self.measured))
-        for kinds, block in zip(self.kinds, values, strict=True):
-            for whole, inside in WHOLE.items():
-                if whole in kinds and id(kinds[whole]) in measured:
-                    yield kinds, block, whole, [kind for kind in inside if kind in block]
-
-    def _losses(self, values: Sequence[Values]) -> Tensor:
-        """What each choice of each branch loses."""
-        if not len(self.curves):
-            return self.allocation.losses(values)
-        rest, curves = iter(self.curves), {id(block): Curves() for block in values}
-        for _, block, _, inside in self._branches(values):
-            curves[id(block)] |= {kind: next(rest) for kind in inside}
-        return self.allocation.losses(values, list(curves.values()))
-
-    def restore(self, importance: Tensor, observations: int, curves: Tensor | None = None) -> None:
+    def restore(self, importance: Tensor, observations: int) -> None:
         """Take up the state of an earlier controller; the logits come with the model."""
         self.importance.copy_(importance)
         self.observations = observations
-        self.curves = self.curves if curves is None else curves.cpu()
 
     @torch.no_grad()
     def project(self, allowed: float, sharpness: float) -> None:
@@ -224,7 +169,7 @@ class Controller:
         if self.mode == "gradient":
             return self._shift(allowed)
         values = self.values()
-        losses = self._losses(values)
+        losses = self.allocation.losses(values)
         chosen, rate = self.allocation.spend(losses, allowed)
         self.widths = self.allocation.widths(chosen)
         inside, level = self.allocation.inside(chosen, losses, rate)
@@ -269,7 +214,7 @@ class Controller:
         two) mostly agree in the topology, but not always: two units can lie just where one is cut.
         """
         values = self._rounded_values()
-        losses = self._losses(values)
+        losses = self.allocation.losses(values)
         widths = self.allocation.widths(self.allocation.settle(losses, self.target if target is None else target))
         blocks = tuple(
             _block_topology(site, now, {kind: _rank(kind, value) for kind, value in block.items()})
@@ -288,7 +233,7 @@ class Controller:
             steps from the target, budget, cost, padded widths, and estimated loss as a multiple of that at the target.
         """
         found: list[dict[str, Any]] = []
-        losses = self._losses(self._rounded_values())
+        losses = self.allocation.losses(self._rounded_values())
         rows = torch.arange(len(losses))
         for step in (-1, 0, 1):
             allowed = target + step * distance

@@ -33,8 +33,6 @@ from hiap.training.snapshots import SNAPSHOTS, log_snapshot, whole_cost
 __all__ = ["SOFT_SCORES", "Dense", "Recover", "Search", "fixed"]
 
 MEASURED = 10  # moves of the budget from one measurement of whole branches to the next
-CURVES = 4  # of these from one measurement of parts of branches to the next
-SOME = 256  # images that this takes at most, in each process
 SOFT_SCORES = 8  # evaluations of a search, at most, that are made with gates as in training as well
 NEW = 10.0  # times faster a new classifier learns than the trained rest of a dense model
 
@@ -157,8 +155,6 @@ class Search(Phase):
         """Let the controller see the loss of a batch without this and that part of the network."""
         self.network.eval()
         controller.measure(self._loss_of(x, y))
-        if self.step // (MEASURED * self.every) % CURVES == 1:
-            controller.measure_curves(self._loss_of(x[:SOME], y[:SOME]))
 
     def _loss_of(self, x: Tensor, y: Tensor) -> Callable[[], Tensor]:
         """What gives the loss of these images, as the network is then. The teacher is asked once."""
@@ -297,15 +293,13 @@ class Search(Phase):
         tensors, values = super().state_dict()
         if self.controller is not None:
             tensors["controller.importance"] = self.controller.importance
-            tensors |= {"controller.curves": self.controller.curves} if len(self.controller.curves) else {}
             values["observations"] = self.controller.observations
         return tensors, values
 
     def load_state_dict(self, tensors: Tensors, values: Values) -> None:
         super().load_state_dict(tensors, values)
         if self.controller is not None:
-            importance, curves = tensors["controller.importance"], tensors.get("controller.curves")
-            self.controller.restore(importance, values["observations"], curves)
+            self.controller.restore(tensors["controller.importance"], values["observations"])
 
 
 class Recover(Phase):

@@ -45,11 +45,11 @@ def test_the_public_workflow_runs_targets_that_the_makefile_has() -> None:
     assert set(runs) <= targets
 
 
-def table() -> list[dict[str, str]]:
-    """The first table of the README, a dictionary a row."""
-    lines = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("|")]
-    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return [dict(zip(head, row, strict=True)) for row in rows if len(row) == len(head)]
+def table(number: int) -> list[dict[str, str]]:
+    """A table of the README, a dictionary a row."""
+    tables = re.findall(r"(?:^\|.*\n)+", (ROOT / "README.md").read_text(), re.MULTILINE)
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables[number].splitlines()]
+    return [dict(zip(lines[0], row, strict=True)) for row in lines[2:]]
 
 
 def read_records(start: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -65,7 +65,7 @@ def dense_top1(start: str) -> float:
     return float(found)
 
 
-@pytest.mark.parametrize("row", table(), ids=lambda row: next(iter(row.values())))
+@pytest.mark.parametrize("row", table(0), ids=lambda row: next(iter(row.values())))
 def test_the_table_of_the_readme_is_what_the_records_say(row: dict[str, str]) -> None:
     start, share = re.fullmatch(r"(\S+), (\d+) %", next(iter(row.values()))).groups()  # type: ignore[union-attr]
     picture, records = read_records(STARTS[start])
@@ -75,6 +75,36 @@ def test_the_table_of_the_readme_is_what_the_records_say(row: dict[str, str]) ->
         found = f"{statistics.mean(run['top1'] for run in runs):.1f}" if runs else ""
         assert row[column].strip("*") == found, column
         assert len(runs) in ((0, 3) if start == "ViT-Ti" else (0, 2))
+
+
+AT_EQUAL_TIME = {  # start, and the target of the records
+    "ViT-Ti, 2.0x": ("vit_tiny", "0.768ms"),
+    "ViT-Ti, 2.5x": ("vit_tiny", "0.614ms"),
+    "DINOv2-S, 1.5x": ("dinov2_small", "2.48ms"),
+    "DINOv2-S, 2.0x": ("dinov2_small", "1.86ms"),
+    "DINOv2-S, 2.5x": ("dinov2_small", "1.49ms"),
+}
+TIMED = {"HiAP, target in time": "hiap_time", "HiAP, target in MACs": "hiap"}
+TIMED |= {"whole blocks dropped": "depth", "one-shot Taylor": "taylor", "Torch-Pruning": "torch_pruning_taylor"}
+
+
+@pytest.mark.parametrize("row", table(1), ids=lambda row: next(iter(row.values())))
+def test_the_table_at_equal_time_is_what_the_records_say(row: dict[str, str]) -> None:
+    start, time = AT_EQUAL_TIME[next(iter(row.values()))]
+    lines = (ROOT / "research" / "records" / "equal_time.jsonl").read_text().splitlines()
+    for column, method in TIMED.items():
+        target = "45%" if column == "Torch-Pruning" and time == "0.768ms" else time
+        runs = [
+            run
+            for run in map(json.loads, lines)
+            if (run["start"], run["method"]) == (start, method) and run["target"].split()[0] == target
+        ]
+        tried = {run["lr"]: run["top1"] for run in runs if run["final"] is False}
+        best = max(tried, key=lambda lr: tried[lr], default=None)
+        final = {run["seed"]: run["top1"] for run in runs if run["final"] is True and best in (None, run["lr"])}
+        found = f"{statistics.mean(final.values()):.1f}{'*' * (len(final) == 1)}" if final else ""
+        assert row[column].replace("**", "") == found, column
+        assert len(final) in ((0, 1, 2, 3) if column == "HiAP, target in MACs" else (0, 1, 3 - (start != "vit_tiny")))
 
 
 def test_the_note_on_the_learning_rates_at_35_percent_is_what_the_records_say() -> None:

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import hiap
 from hiap.speed import fused, steps
 from hiap.speed.inference import LastBlock, optimize
-from hiap.speed.tuned import Fastest, cache_file
+from hiap.speed.tuned import keep_form, kept_forms
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA the kernels are compiled: test_cuda.py")
@@ -187,8 +187,8 @@ def test_one_pass_is_for_streams_that_its_tiles_fill(kernels: ModuleType, stream
 def test_of_all_forms_the_fastest_right_one_is_kept(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    file = tmp_path / "cache" / "kernels.jsonl"
-    monkeypatch.setattr(fused, "_FASTEST", Fastest(file))
+    monkeypatch.setenv("HIAP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(fused, "_FASTEST", {})
     monkeypatch.setattr(fused, "THREADS", 1)  # the interpreter knows one
     monkeypatch.setattr(fused, "LINEAR", ((16, 16, 16, 1, 4), (7, 16, 16, 1, 4)))  # no tile has 7 rows
     monkeypatch.setattr(fused, "ATTEND", ((16, 2),))
@@ -220,34 +220,48 @@ def test_of_all_forms_the_fastest_right_one_is_kept(
     with torch.no_grad():
         assert off(fast.family.head(fast.model, found(fast.stem(x))), fast(x)) < 2e-5
     known = [step.tile for step in (attend, attend.qkv, attend.out, ffn, ffn.fc1, ffn.out)]
-    monkeypatch.setattr(fused, "_FASTEST", Fastest(file))  # as in another process
+    monkeypatch.setattr(fused, "_FASTEST", {})  # as in another process
     fused.tune(found, 2, 17, alone=alone)
     assert len(seen) == 6 and len(held) == 4  # nothing is timed again
     assert [step.tile for step in (attend, attend.qkv, attend.out, ffn, ffn.fc1, ffn.out)] == known
-
-
-def test_forms_are_kept_in_a_file_that_may_be_damaged_or_missing(tmp_path: Path) -> None:
     file = tmp_path / "cache" / "kernels.jsonl"
-    first, second = Fastest(file), Fastest(file)
-    first.read()
-    first.add("a", (16, 2))
-    second.add("b", None)
+    text = file.read_text()
+    assert text.count("[16, 2]") == 1
+    file.write_text(text.replace("[16, 2]", "[7, 2]"))  # a form that does not run here
+    monkeypatch.setattr(fused, "_FASTEST", {})
+    fused.tune(found, 2, 17, alone=alone)
+    assert len(seen) == 7 and attend.tile == (16, 2)  # it alone is timed again
+
+
+def test_forms_are_kept_in_a_file_that_may_be_damaged_or_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HIAP_CACHE", str(tmp_path / "cache"))
+    assert kept_forms() == {}
+    keep_form("a", (16, 2))
+    keep_form("b", None)
+    file = tmp_path / "cache" / "kernels.jsonl"
     with file.open("a") as end:
-        end.write('["c", [1\n7\n["d", "x"]\n["a", [1, 1]]\n["e", [4]]\n')
-    first.read()
-    assert first.forms == {"a": (16, 2), "b": None, "e": (4,)}
-    nowhere = Fastest(Path(os.devnull, "kernels.jsonl"))
-    nowhere.read()
-    nowhere.add("a", (1, 2))
-    assert nowhere["a"] == (1, 2) and "b" not in nowhere
+        end.write('["c", [1\n7\n["d", "x"]\n["e", [4]]\n')
+    assert kept_forms() == {"a": (16, 2), "b": None, "e": (4,)}
+    monkeypatch.setenv("HIAP_CACHE", os.devnull)  # no folder
+    keep_form("a", (1, 2))
+    assert kept_forms() == {}
 
 
-def test_the_folder_of_the_cache_can_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HIAP_CACHE", str(tmp_path))
-    assert cache_file() == tmp_path / "kernels.jsonl"
+def test_forms_are_kept_where_caches_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("HIAP_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_file() == tmp_path / "hiap" / "kernels.jsonl"
+    keep_form("a", None)
+    assert (tmp_path / "hiap" / "kernels.jsonl").exists()
+    monkeypatch.delenv("XDG_CACHE_HOME")
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    keep_form("a", None)
+    assert kept_forms() == {}
 
 
 def test_the_roofline_counts_the_operations_of_every_kernel() -> None:

@@ -24,7 +24,7 @@ from hiap.models.registry import family_of
 from hiap.nn.compact import Attention, Block, Constant, Mlp
 from hiap.speed.clock import Alone, Call, device_name, graphed, timings
 from hiap.speed.steps import Attend, FeedForward, First, Linear, Plain, Shift, Tile
-from hiap.speed.tuned import Fastest, cache_file
+from hiap.speed.tuned import keep_form, kept_forms
 
 __all__ = ["check_available", "fuse", "hindrance"]
 
@@ -159,8 +159,7 @@ class Choice:
     @property
     def key(self) -> str:
         """What the fastest form depends on."""
-        where = (device_name(self.like.device), torch.__version__, version("hiap"))
-        return repr((*where, self.like.dtype, self.shapes, *self.kind))
+        return repr((*_place(self.like.device), self.like.dtype, self.shapes, *self.kind))
 
     def on_random(self) -> Callable[[Tile], Tensor]:
         """The module on random inputs, in the form that it is called with."""
@@ -169,7 +168,13 @@ class Choice:
         return functools.partial(self.run, *inputs)
 
 
-_FASTEST = Fastest(cache_file())
+_FASTEST: dict[str, Tile] = {}  # of this process
+
+
+@functools.cache
+def _place(device: torch.device) -> tuple[str, ...]:
+    """Where a form is the fastest: the device, and versions of what makes the kernels."""
+    return device_name(device), torch.__version__, version("hiap")
 
 
 def tune(
@@ -221,30 +226,35 @@ def _is_two_powers(width: int) -> bool:
 
 
 def _settle(choices: Sequence[Choice], say: Callable[[str], None], alone: Alone) -> None:
-    """Give every module its fastest form; each shape is timed once."""
-    _FASTEST.read()
+    """Give every module its fastest form; each shape is timed once on a machine, and checked once in a process."""
     todo = {choice.key: choice for choice in choices if choice.key not in _FASTEST}
-    right = {}
+    kept, right = kept_forms(), {}
     for number, (key, choice) in enumerate(todo.items(), 1):
         say(f"kernels: shape {number} of {len(todo)}")
-        right[key] = _right(choice)
-    if todo:
+        if key in kept and kept[key] in _right(choice, [kept[key]]):
+            _FASTEST[key] = kept[key]
+        else:
+            right[key] = _right(choice, choice.tiles)
+    if right:
         with alone():
-            _FASTEST.read()  # others may have timed the same meanwhile
-            for key, choice in todo.items():
-                if key not in _FASTEST:
-                    _FASTEST.add(key, _fastest(choice, right[key]))
+            kept = kept_forms()  # others may have timed the same meanwhile
+            for key, tiles in right.items():
+                if key in kept and kept[key] in tiles:
+                    _FASTEST[key] = kept[key]
+                else:
+                    _FASTEST[key] = _fastest(todo[key], tiles)
+                    keep_form(key, _FASTEST[key])
     for choice in choices:
         choice.module.tile = _FASTEST[choice.key]
 
 
-def _right(choice: Choice) -> list[Tile]:
-    """The forms that run and are right, plain PyTorch first; all of them are compiled then."""
-    run = choice.on_random()
+def _right(choice: Choice, tiles: Sequence[Tile]) -> list[Tile]:
+    """Plain PyTorch, and the tiles that run and are right; all of them are compiled then."""
+    run, others = choice.on_random(), [tile for tile in tiles if tile is not None]
     right = functools.partial(_is_right, run, run(None))
     with ThreadPoolExecutor(THREADS) as pool:  # compiles several at once
-        works = list(pool.map(right, choice.tiles))
-    return [None, *(tile for tile, good in zip(choice.tiles, works, strict=True) if good)]
+        works = list(pool.map(right, others))
+    return [None, *(tile for tile, good in zip(others, works, strict=True) if good)]
 
 
 def _fastest(choice: Choice, tiles: Sequence[Tile]) -> Tile:

@@ -9,44 +9,38 @@ from pathlib import Path
 
 from hiap.speed.steps import Tile
 
-__all__ = ["Fastest", "cache_file"]
+__all__ = ["keep_form", "kept_forms"]
 
 
-def cache_file() -> Path:
-    """Where the forms are kept: a file in the folder `HIAP_CACHE`, by default `~/.cache/hiap`. It may be deleted."""
-    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hiap")
-    return Path(os.environ.get("HIAP_CACHE") or usual, "kernels.jsonl")
+def _file() -> Path:
+    """In the folder `HIAP_CACHE`, by default `~/.cache/hiap`.
 
-
-class Fastest:
-    """The fastest form of every kernel that was timed on this machine, by what that depends on.
-
-    Processes share the file. Where it cannot be read or written, each finds its forms itself.
+    Raises:
+        RuntimeError: there is no home folder.
     """
+    if own := os.environ.get("HIAP_CACHE"):
+        return Path(own, "kernels.jsonl")
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hiap", "kernels.jsonl")
 
-    def __init__(self, file: Path) -> None:
-        self.file, self.forms = file, dict[str, Tile]()
 
-    def __contains__(self, key: str) -> bool:
-        return key in self.forms
+def kept_forms() -> dict[str, Tile]:
+    """The fastest form of every kernel that was timed on this machine, by what it depends on; none if there is no file.
 
-    def __getitem__(self, key: str) -> Tile:
-        return self.forms[key]
-
-    def read(self) -> None:
-        """Take in what other processes have found. What this one knows stays."""
-        text = ""
-        with suppress(OSError, UnicodeDecodeError):
-            text = self.file.read_text()
-        for line in text.splitlines():
+    Processes share the file.
+    """
+    found: dict[str, Tile] = {}
+    with suppress(OSError, RuntimeError, UnicodeDecodeError):
+        for line in _file().read_text().splitlines():
             with suppress(ValueError, TypeError):  # a line that was half written
                 key, tile = json.loads(line)
-                self.forms.setdefault(key, None if tile is None else tuple(map(int, tile)))
+                found[key] = None if tile is None else tuple(map(int, tile))
+    return found
 
-    def add(self, key: str, tile: Tile) -> None:
-        """Keep a form, here and in the file."""
-        self.forms[key] = tile
-        with suppress(OSError):
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("a") as file:
-                file.write(json.dumps([key, tile]) + "\n")
+
+def keep_form(key: str, tile: Tile) -> None:
+    """Add a form to the file, where it can be written."""
+    with suppress(OSError, RuntimeError):
+        file = _file()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a") as end:
+            end.write(json.dumps([key, tile]) + "\n")

@@ -53,15 +53,14 @@ def prune(
 ) -> Result:
     """Prune a model and save the small one in `out/compact`.
 
-    Several targets, such as "70%,50%,35%", give several sizes in one run, each in a folder of its own (`out/50%`).
-    The result is then the smallest one; its `rungs` tell of all.
+    Several targets, such as "70%,50%,35%", give several sizes in one run, each saved in a folder of its own, such as
+    `out/50%/compact`. The result is then the smallest one; its `rungs` tell of all.
 
     Args:
         config: what to do; `target` and `epochs` are what most people set.
         out: the folder of the run.
         resume: go on with the run that is there.
-        data: batches of one's own, instead of what `config.data` names: a pair of loaders of torch (training,
-            validation), or an object like `hiap.Data`.
+        data: instead of `config.data`, a pair of loaders of torch (training, validation) or an object like `hiap.Data`.
         cost: makes a cost of one's own from the gated model; `config.target` is then a share of its dense value.
         model: a trained ViT of one's own, instead of what `config.model` and `config.weights` name. It is not changed.
         further: add the targets to the finished run in `out`: prune its smallest model further.
@@ -69,8 +68,9 @@ def prune(
 
     Raises:
         ConfigError, BudgetError, UnsupportedModelError: before any work.
-        RunError: the folder is in use, holds another run or none to resume; the loss is not finite; no memory or disk.
-        KeyboardInterrupt, SystemExit: after SIGINT or SIGTERM. Here and after a RunError the last checkpoint is whole.
+        RunError: the folder is in use, holds another run or none to resume; the loss is not finite; memory or disk are
+            full. The last checkpoint is whole.
+        KeyboardInterrupt, SystemExit: after SIGINT or SIGTERM, once a checkpoint is saved.
     """
 
     def run(config: Config, folder: Path, resume: bool, descent: Descent | None = None) -> Run:

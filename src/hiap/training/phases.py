@@ -152,24 +152,20 @@ class Search(Phase):
 
     @torch.no_grad()
     def _measure(self, controller: Controller, x: Tensor, y: Tensor) -> None:
-        """Let the controller see the loss of a batch without this and that part of the network."""
-        self.network.eval()
-        controller.measure(self._loss_of(x, y))
-
-    def _loss_of(self, x: Tensor, y: Tensor) -> Callable[[], Tensor]:
-        """What gives the loss of these images, as the network is then. The teacher is asked once."""
+        """Let the controller see the loss of a batch without this branch and that. The teacher is asked once."""
         objective = self.objective
         images, labels = (part.to(self.context.device).tensor_split(self.context.config.accumulate) for part in (x, y))
-        some = [(xs, ys, objective.goals(self.network, xs)) for xs, ys in zip(images, labels, strict=True) if len(xs)]
+        goals = [objective.goals(self.network, xs) for xs in images]
 
         def loss() -> Tensor:
             losses = [
-                objective.weighted(objective.terms(self.network, xs, ys, goals)) * (len(xs) / len(x))
-                for xs, ys, goals in some
+                objective.weighted(objective.terms(self.network, xs, ys, known)) * (len(xs) / len(x))
+                for xs, ys, known in zip(images, labels, goals, strict=True)
             ]
             return self.context.mean(torch.stack(losses).sum())
 
-        return loss
+        self.network.eval()
+        controller.measure(loss)
 
     def terms(self, model: nn.Module, x: Tensor, target: Tensor, share: float = 1.0) -> dict[str, Tensor]:
         objective, controller = self.objective, self.controller

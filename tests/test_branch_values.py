@@ -14,6 +14,7 @@ from hiap.models.registry import sites
 from hiap.pruning.attach import gates_by_block
 from hiap.training.config import read_config
 from hiap.training.loop import Run
+from hiap.training.objective import Teacher
 from runs import go, same
 from test_budget import observed
 from test_gates import ALL
@@ -93,3 +94,24 @@ def test_a_search_by_time_goes_on_where_it_was_interrupted(objective: str, tmp_p
     assert measured.importance[measured.by_measure].any()
     run("stopped")
     assert same(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_the_teacher_is_asked_once_for_all_branches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synthetic(dim=16, tokens=5, mode="eager", device="elsewhere").save(tmp_path / "t.json")
+    given = {"model_args": SHAPE, "dense_epochs": 0, "epochs": 1, "freeze_at": 0.9, "batch_size": 64, "accumulate": 2}
+    given |= {"target": "1.4x", "cost": str(tmp_path / "t.json"), "distill_features": 10.0}
+    asked: list[int] = []
+    usual = Teacher.__call__
+
+    def counted(teacher: Teacher, x: torch.Tensor) -> torch.Tensor:
+        asked.append(len(x))
+        return usual(teacher, x)
+
+    monkeypatch.setattr(Teacher, "__call__", counted)
+    run = Run(read_config("digits", given), tmp_path / "run")
+    run.begin()
+    asked.clear()
+    x, y = next(iter(run.parts.data.train(0, 0, 64, 0, 1)))
+    run.phase.train_step(x, y)  # the first, which measures
+    assert asked == [32] * 4  # twice two parts of a batch: to measure, and to train
+    assert run.phase.controller.importance[run.phase.controller.by_measure].any()

@@ -8,6 +8,7 @@ import torch
 
 import hiap
 from conftest import make
+from hiap.budget.branches import _on_curve
 from hiap.budget.controller import Controller
 from hiap.budget.latency import LatencyCost
 from hiap.models.registry import sites
@@ -57,6 +58,59 @@ def test_whole_branches_are_valued_by_the_loss_without_them() -> None:
     assert kept[1].neurons is None and all(one.neurons and one.heads for i, one in enumerate(kept) if i != 1)
 
 
+def test_what_goes_of_a_branch_with_a_part_of_its_units_is_measured() -> None:
+    model = hiap.attach(make(**MODEL), ALL)
+    cost = LatencyCost(model, synthetic())
+    dense = cost.of_widths(model, [site.widths for site in sites(model)])
+    controller = observed(Controller(model, cost, 0.7 * dense))
+    blocks = gates_by_block(model)
+    inside = {"attention": {"head": 1.0, "qk_dim": 0.1, "value_dim": 0.6}, "ffn": {"neuron": 0.8}}
+
+    def loss() -> torch.Tensor:
+        """A branch is worth 2; of it goes a part of the closed share of a kind of units, squared."""
+        lost = 0.0
+        for kinds in blocks:
+            for whole, parts in inside.items():
+                closed = {kind: 1 - float(kinds[kind].hard().float().mean()) for kind in parts}
+                part = sum(scale * closed[kind] ** 2 for kind, scale in parts.items())
+                lost += 2.0 * (1.0 if not kinds[whole].hard() else min(1.0, part))
+        return torch.tensor(lost)
+
+    controller.measure(loss)
+    controller.measure_curves(loss)
+    assert all(gate.hard().all() for gate in controller.all_gates)
+    assert controller.curves.shape == (4 * len(blocks), 2, 2)  # for each kind of unit: a half is kept, and an eighth
+    parts = controller.curves[:4, :, 1]
+    heads = len(blocks[0]["head"].logit)
+    assert parts[0].tolist() == pytest.approx([0.25, (1 - 1 / heads) ** 2])  # one head at least
+    assert parts[3].tolist() == pytest.approx([0.8 * 0.25, 0.8 * (7 / 8) ** 2])
+    values = controller.values()
+    neurons = values[0]["neuron"].sort().values
+    assert controller.curves[3, 0, 0].item() == pytest.approx(float(neurons[: len(neurons) // 2].sum() / neurons.sum()))
+    losses = controller._losses(values)
+    for (i, branch), lost in zip(controller.allocation.branches, losses, strict=True):
+        whole = float(values[i][branch.gate])
+        for choice, found in zip(branch.choices, lost.tolist(), strict=False):
+            if (choice.neurons, choice.heads) == (len(neurons) // 2, None):
+                assert found == pytest.approx(0.8 * 0.25 * whole)
+            if branch.gate == "attention" and choice.heads == heads:
+                dims = [getattr(choice, axis) for axis in ("qk_dim", "value_dim")]
+                if dims == [branch.qk_dims[0] // 2, branch.value_dims[0]]:
+                    assert found == pytest.approx(0.1 * 0.25 * whole)
+        assert lost[0] == 0 and float(lost[len(branch.choices) - 1]) == pytest.approx(whole)
+        assert (lost[: len(branch.choices)] <= whole * (1 + 1e-12)).all()
+    assert controller.cost.of_widths(model, controller.decide().widths(8)) <= controller.target
+
+
+def test_a_curve_never_falls_and_ends_in_its_corners() -> None:
+    curve = torch.tensor([[0.5, 0.1], [0.2, 0.3]], dtype=torch.float64)  # noise: more units were missed less
+    shares = torch.tensor([0.0, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0], dtype=torch.float64)
+    assert _on_curve(shares, curve).tolist() == pytest.approx([0.0, 0.15, 0.3, 0.3, 0.3, 0.65, 1.0])
+    steep = torch.tensor([[0.0, 0.4], [1.0, 2.0]], dtype=torch.float64)  # units without any value are missed
+    found = _on_curve(torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64), steep)
+    assert found.tolist() == pytest.approx([0.0, 0.7, 1.0])
+
+
 @pytest.mark.parametrize(
     ("cost", "kinds", "mode"),
     [
@@ -91,7 +145,7 @@ def test_a_search_by_time_goes_on_where_it_was_interrupted(objective: str, tmp_p
 
     run("whole")
     measured = run("stopped", stop=13).phase.controller
-    assert measured.importance[measured.by_measure].any()
+    assert measured.importance[measured.by_measure].any() and len(measured.curves)
     run("stopped")
     assert same(tmp_path / "whole", tmp_path / "stopped")
 
@@ -113,5 +167,6 @@ def test_the_teacher_is_asked_once_for_all_branches(tmp_path: Path, monkeypatch:
     asked.clear()
     x, y = next(iter(run.parts.data.train(0, 0, 64, 0, 1)))
     run.phase.train_step(x, y)  # the first, which measures
-    assert asked == [32] * 4  # twice two parts of a batch: to measure, and to train
+    # eight parts of a batch to value units, then twice the two that it is accumulated in: to measure, and to train
+    assert asked == [8] * 8 + [32] * 4
     assert run.phase.controller.importance[run.phase.controller.by_measure].any()

@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from hiap.budget.branches import FFN, GONE, AttentionBranch, Branch, Floors, Values
+from hiap.budget.branches import FFN, GONE, AttentionBranch, Branch, Curves, Floors, Values
 from hiap.budget.cost import Cost
 from hiap.models.family import Site
 from hiap.nn.compact import Widths
@@ -76,9 +76,11 @@ class Allocation:
         """Cost of the cheapest network."""
         return (self.outside + float(self.cost.min(dim=1).values.sum())) * (1 + 2 * self.rounding)
 
-    def losses(self, values: Sequence[Values]) -> Tensor:
+    def losses(self, values: Sequence[Values], curves: Sequence[Curves] | None = None) -> Tensor:
         """What each choice of each branch loses. (branches, choices)"""
-        return _stack([branch.losses(values[i], self.proportional) for i, branch in self.branches])
+        return _stack(
+            [branch.losses(values[i], self.proportional, curves[i] if curves else None) for i, branch in self.branches]
+        )
 
     def spend(self, losses: Tensor, allowed: float) -> tuple[Tensor, float]:
         """The choices of least loss that fit, and the rate at which branches made them."""

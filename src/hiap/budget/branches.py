@@ -13,11 +13,15 @@ from torch import Tensor
 from hiap.nn.compact import Widths
 from hiap.nn.rotary import by_dim
 
-__all__ = ["FFN", "GONE", "AttentionBranch", "Branch", "Floors", "Values"]
+__all__ = ["FFN", "GONE", "AttentionBranch", "Branch", "Curves", "Floors", "Values"]
 
 GONE = Widths(None, 0, 0, None)
 STEPS = 16  # that the dims of a head fall in, at most
+NOTHING = 1e-12  # least difference of two shares
 
+Curves = dict[
+    str, Tensor
+]  # what goes of a branch with a share of the value of its units, by kind: points (share, part)
 Values = dict[str, Tensor]  # of the units of a block, by kind of gate; closing a kind that is not there is no choice
 
 
@@ -41,12 +45,13 @@ class Branch:
     gate: str
     choices: list[Widths]
 
-    def losses(self, values: Values, proportional: bool = True) -> Tensor:
+    def losses(self, values: Values, proportional: bool = True, curves: Curves | None = None) -> Tensor:
         """What each choice loses: what is left of a branch or head never loses more than the whole of it. (choices)
 
         Args:
             proportional: units lose what they are worth. Else they share what the branch is worth, and those that go
                 first take the most of it: with a share s of all units' value goes 1 - (1 - s)^2 of the branch.
+            curves: what goes of the branch instead, where that was measured.
         """
         inside = self._inside(values)
         if self.choices[-1] != GONE:
@@ -54,6 +59,9 @@ class Branch:
         whole = values[self.gate].view(1)
         if proportional:
             return torch.cat([inside.minimum(whole), whole])
+        if curves:
+            lost = [_on_curve(share, curves[kind]) for kind, share in self._shares(values).items()]
+            return torch.cat([whole * torch.stack(lost).sum(0).clamp(max=1), whole])
         left = (1 - inside / self._all(values)).clamp(min=0)
         return torch.cat([whole * (1 - left.square()), whole])
 
@@ -67,6 +75,10 @@ class Branch:
 
     def _all(self, values: Values) -> float:
         """What all units are worth."""
+        raise NotImplementedError
+
+    def _shares(self, values: Values) -> Values:
+        """For every kind of unit the share of its value that each choice has no room for. (choices but the last)"""
         raise NotImplementedError
 
 
@@ -84,6 +96,9 @@ class FFN(Branch):
 
     def _all(self, values: Values) -> float:
         return float(values["neuron"].sum()) if "neuron" in values else math.inf
+
+    def _shares(self, values: Values) -> Values:
+        return {"neuron": self._inside(values) / self._all(values)} if "neuron" in values else {}
 
     def prices(self, price: Tensor) -> dict[str, float]:
         return {"ffn": float(price[0]), "neuron": _slope(price[: len(self.neurons)], self.neurons)}
@@ -128,6 +143,20 @@ class AttentionBranch(Branch):
         inside = closed[: len(some), None, None] + dims[[n - 1 for n in some]]
         return torch.cat([inside.flatten(), closed[len(some) :]])
 
+    def _shares(self, values: Values) -> Values:
+        """Dims are counted in all heads, closed ones too."""
+        some = [n for n in self.heads if n]
+        axes = {"head": some, "qk_dim": self.qk_dims, "value_dim": self.value_dims}
+        shares = {}
+        for at, (kind, axis) in enumerate(axes.items()):
+            units = self._queries(values) if kind == "qk_dim" else values.get(kind)
+            if units is not None:
+                rows = units.view(1, -1) if kind == "head" else units
+                lost = _lost(rows, axis).sum(0) / units.sum()
+                grid = lost.view([-1 if i == at else 1 for i in range(3)]).expand(*map(len, axes.values())).flatten()
+                shares[kind] = torch.cat([grid, torch.ones(len(self.heads) - len(some)).double()])
+        return shares
+
     def _queries(self, values: Values) -> Tensor | None:
         """What each q/k dim is worth: half of its pair. (heads, dims)"""
         found = values.get("qk_dim")
@@ -171,6 +200,21 @@ def _lost(values: Tensor | None, kept: Sequence[int]) -> Tensor:
     least_first = values.sort(dim=-1).values
     sums = torch.cat([torch.zeros_like(least_first[..., :1]), least_first.cumsum(-1)], dim=-1)
     return sums[..., [values.shape[-1] - n for n in kept]]
+
+
+def _on_curve(shares: Tensor, curve: Tensor) -> Tensor:
+    """Straight between the points of a curve, which begins at (0, 0), never falls and ends at (1, 1).
+
+    Args:
+        curve: shares of value, and of the branch. (points, 2)
+    """
+    ends = curve.new_tensor([[0.0, 0.0], [1.0, 1.0]])
+    x, y = torch.cat([ends[:1], curve[curve[:, 0].argsort()], ends[1:]]).clamp(0, 1).t().contiguous()
+    y = y.cummax(0).values
+    right = torch.searchsorted(x, shares.contiguous()).clamp(1, len(x) - 1)
+    run = (x[right] - x[right - 1]).clamp(min=NOTHING)
+    found: Tensor = y[right - 1] + (y[right] - y[right - 1]) * ((shares - x[right - 1]) / run).clamp(0, 1)
+    return found
 
 
 def _slope(prices: Tensor, widths: Sequence[int]) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,21 +17,23 @@ import torch
 from torch import Tensor, nn
 
 from hiap.budget.allocate import Allocation
-from hiap.budget.branches import Floors, Values
+from hiap.budget.branches import Curves, Floors, Values
 from hiap.budget.cost import Cost
 from hiap.budget.target import BudgetError, Target
 from hiap.errors import InputError
 from hiap.models.family import Site
 from hiap.models.registry import sites
 from hiap.nn.compact import Widths
+from hiap.nn.gates import Gate
 from hiap.nn.rotary import pair_count, pair_of
 from hiap.pruning.attach import gates, gates_by_block, is_gated
 from hiap.pruning.topology import BlockTopology, Topology, harden
 
-__all__ = ["BudgetError", "Controller", "Floors", "Target"]
+__all__ = ["LIMIT", "BudgetError", "Controller", "Floors", "Target"]
 
 MACRO = ("head", "attention")  # the gates of the macro term; the others belong to the micro term
-WHOLE = ("attention", "ffn")  # close whole branches
+WHOLE = {"attention": ("head", "qk_dim", "value_dim"), "ffn": ("neuron",)}  # what closes a branch, what is in it
+KEPT = (1 / 2, 1 / 8)  # of the units of a kind, where it is measured what goes of a branch with the others
 LIMIT = 8.0  # logits are held within it: p = 0.9997 and 0.0003
 DIGITS = 5  # of a value that count in the decision
 NOTHING = 1e-30  # least value of a unit: its logarithm is taken
@@ -106,6 +108,7 @@ class Controller:
         self.measured = [gate for gate in self.all_gates if id(gate) in whole]
         masks = [torch.full_like(gate.logit, id(gate) in whole, dtype=torch.bool) for gate in self.all_gates]
         self.by_measure = torch.cat(masks)
+        self.curves = torch.zeros(0, len(KEPT), 2, dtype=torch.float64)
         self.low = self.allocation.least
         if not self.reaches(target):
             raise BudgetError(
@@ -157,10 +160,52 @@ class Controller:
         averaged = torch.where(known > 0, (known + grown) / 2, grown)
         self.importance[self.by_measure] = torch.where(grown.isfinite(), averaged, known)
 
-    def restore(self, importance: Tensor, observations: int) -> None:
+    @torch.no_grad()
+    def measure_curves(self, loss: Callable[[], Tensor]) -> None:
+        """How much of a branch goes with a part of its units: the growth of the loss without those, by the growth
+        without all of it.
+
+        Args:
+            loss: of the network as it is now, its gates hard. All of them are open, and `measure` has just been called.
+        """
+        least, shares, parts = loss(), [], []
+        for kinds, values, whole, inside in self._branches(self.values()):
+            most = float(values[whole]) * self.weight[whole]
+            for kind in inside:
+                logit, rows = kinds[kind].logit, _rows(kind, values[kind])
+                ordered = rows.sort(dim=-1, descending=True)
+                for kept in KEPT:
+                    count = max(1, round(kept * rows.shape[-1]))
+                    shares.append(float(ordered.values[:, count:].sum() / rows.sum()))
+                    closed = torch.full_like(rows, LIMIT).scatter(-1, ordered.indices[:, count:], -LIMIT)
+                    logit.copy_(closed.flatten())
+                    parts.append(float(loss() - least) / most)
+                logit.fill_(LIMIT)
+        found = torch.tensor([shares, parts], dtype=torch.float64).t().nan_to_num(1.0)
+        self.curves = found.clamp(0, 1).view(-1, len(KEPT), 2)
+
+    def _branches(self, values: Sequence[Values]) -> Iterator[tuple[dict[str, Gate], Values, str, list[str]]]:
+        """The branches that are valued by `measure`: gates and values of the block, what closes it, what is in it."""
+        measured = set(map(id, self.measured))
+        for kinds, block in zip(self.kinds, values, strict=True):
+            for whole, inside in WHOLE.items():
+                if whole in kinds and id(kinds[whole]) in measured:
+                    yield kinds, block, whole, [kind for kind in inside if kind in block]
+
+    def _losses(self, values: Sequence[Values]) -> Tensor:
+        """What each choice of each branch loses."""
+        if not len(self.curves):
+            return self.allocation.losses(values)
+        rest, curves = iter(self.curves), {id(block): Curves() for block in values}
+        for _, block, _, inside in self._branches(values):
+            curves[id(block)] |= {kind: next(rest) for kind in inside}
+        return self.allocation.losses(values, list(curves.values()))
+
+    def restore(self, importance: Tensor, observations: int, curves: Tensor | None = None) -> None:
         """Take up the state of an earlier controller; the logits come with the model."""
         self.importance.copy_(importance)
         self.observations = observations
+        self.curves = self.curves if curves is None else curves.cpu().clone()
 
     @torch.no_grad()
     def project(self, allowed: float, sharpness: float) -> None:
@@ -169,7 +214,7 @@ class Controller:
         if self.mode == "gradient":
             return self._shift(allowed)
         values = self.values()
-        losses = self.allocation.losses(values)
+        losses = self._losses(values)
         chosen, rate = self.allocation.spend(losses, allowed)
         self.widths = self.allocation.widths(chosen)
         inside, level = self.allocation.inside(chosen, losses, rate)
@@ -214,7 +259,7 @@ class Controller:
         two) mostly agree in the topology, but not always: two units can lie just where one is cut.
         """
         values = self._rounded_values()
-        losses = self.allocation.losses(values)
+        losses = self._losses(values)
         widths = self.allocation.widths(self.allocation.settle(losses, self.target if target is None else target))
         blocks = tuple(
             _block_topology(site, now, {kind: _rank(kind, value) for kind, value in block.items()})
@@ -233,7 +278,7 @@ class Controller:
             steps from the target, budget, cost, padded widths, and estimated loss as a multiple of that at the target.
         """
         found: list[dict[str, Any]] = []
-        losses = self.allocation.losses(self._rounded_values())
+        losses = self._losses(self._rounded_values())
         rows = torch.arange(len(losses))
         for step in (-1, 0, 1):
             allowed = target + step * distance
@@ -298,12 +343,17 @@ def _bound(values: Tensor, kind: str, kept: dict[str, int | None], level: float)
     bound = torch.full((1,), level, dtype=values.dtype).log()
     if kind not in kept:
         return bound
-    rows, count = values.view(1, -1) if kind in ("head", "neuron") else values, kept[kind] or 0
+    rows, count = _rows(kind, values), kept[kind] or 0
     ends = torch.full((len(rows), 1), math.inf, dtype=values.dtype)
     ordered = torch.cat([ends, rows.sort(dim=-1, descending=True).values, -ends], dim=-1)
     least, most = ordered[:, count], ordered[:, count + 1]  # of those that are kept, of the others
     middle = (least.clamp(max=most + 2.0) + most.clamp(min=least - 2.0)) / 2
     return torch.where((bound > most) & (bound < least), bound, middle).view(-1, *[1] * (values.ndim - 1))
+
+
+def _rows(kind: str, values: Tensor) -> Tensor:
+    """The values of units that are ranked together: all heads or neurons, or the dims of a head. (rows, units)"""
+    return values.view(1, -1) if kind in ("head", "neuron") else values
 
 
 def _rank(kind: str, values: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from hiap.pruning.count import expected_counts
 from hiap.pruning.extract import extract, provenance_of, slices
 from hiap.pruning.merging import unmerged
 from hiap.pruning.topology import Topology, harden, set_topology
+from hiap.training.calibration import calibrate, loss_of_images
 from hiap.training.context import Context
 from hiap.training.decision import decide
 from hiap.training.features import FeatureObjective
@@ -147,25 +148,12 @@ class Search(Phase):
     def train_step(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         controller = self.controller
         if controller is not None and controller.measured and self.every and self.step % (MEASURED * self.every) == 0:
-            self._measure(controller, x, y)
+            if self.step:
+                self.network.eval()
+                controller.measure(loss_of_images(self, x, y, self.context.config.accumulate))
+            else:
+                calibrate(self, controller)
         return super().train_step(x, y)
-
-    @torch.no_grad()
-    def _measure(self, controller: Controller, x: Tensor, y: Tensor) -> None:
-        """Let the controller see the loss of a batch without this branch and that. The teacher is asked once."""
-        objective = self.objective
-        images, labels = (part.to(self.context.device).tensor_split(self.context.config.accumulate) for part in (x, y))
-        goals = [objective.goals(self.network, xs) for xs in images]
-
-        def loss() -> Tensor:
-            losses = [
-                objective.weighted(objective.terms(self.network, xs, ys, known)) * (len(xs) / len(x))
-                for xs, ys, known in zip(images, labels, goals, strict=True)
-            ]
-            return self.context.mean(torch.stack(losses).sum())
-
-        self.network.eval()
-        controller.measure(loss)
 
     def terms(self, model: nn.Module, x: Tensor, target: Tensor, share: float = 1.0) -> dict[str, Tensor]:
         objective, controller = self.objective, self.controller
@@ -289,13 +277,15 @@ class Search(Phase):
         tensors, values = super().state_dict()
         if self.controller is not None:
             tensors["controller.importance"] = self.controller.importance
+            tensors["controller.curves"] = self.controller.curves
             values["observations"] = self.controller.observations
         return tensors, values
 
     def load_state_dict(self, tensors: Tensors, values: Values) -> None:
         super().load_state_dict(tensors, values)
         if self.controller is not None:
-            self.controller.restore(tensors["controller.importance"], values["observations"])
+            known = (tensors["controller.importance"], values["observations"], tensors.get("controller.curves"))
+            self.controller.restore(*known)
 
 
 class Recover(Phase):

@@ -5,7 +5,8 @@
 
 DIR is made by `tiny_imagenet.py`, TABLE by `hiap measure`. Units are valued by the squared gradients of 26 batches,
 with every gate open and aligned heads. Whole branches are valued in the same way, or by the loss without them on some
-training images, about as many as those of the held-out tenth. Networks are cut at once and not trained. The script
+training images, about as many as those of the held-out tenth; and what goes of a branch with a part of its units is
+taken to be 1 - (1 - s)^2 of it, or measured on the same images. Networks are cut at once and not trained. The script
 prints their loss and top-1 on the held-out tenth.
 """
 
@@ -65,6 +66,7 @@ def main() -> None:
     least = controller(dense * 0.999)
     least.restore(torch.where(least.by_measure, 0.0, squared), BATCHES)
     least.measure(lambda: loss_of(least.model))
+    least.measure_curves(lambda: loss_of(least.model))
     names = [name for name, module in least.model.named_modules() if any(module is gate for gate in least.measured)]
     print("growth of the loss without a branch, squared gradient of its gate")
     for name, *values in zip(
@@ -73,9 +75,13 @@ def main() -> None:
         print(f"  {name:32} {values[0]:8.4f} {values[1]:.2e}", flush=True)
     print("target, branches by, loss, top-1, widths (heads, q/k dims, value dims, neurons)")
     for text in options.targets.split(","):
-        for how, values in (("gradients", squared), ("leaving out", least.importance)):
+        for how, values, curves in (
+            ("gradients", squared, None),
+            ("leaving out", least.importance, None),
+            ("leaving out, and parts", least.importance, least.curves),
+        ):
             timed = controller(Target.parse(text).absolute(dense))
-            timed.restore(values, BATCHES)
+            timed.restore(values, BATCHES, curves)
             topology = timed.decide()
             set_topology(timed.model, topology)
             widths = [(w.heads, w.qk_dim, w.value_dim, w.neurons) for w in topology.widths(config.round_to)]

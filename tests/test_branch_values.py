@@ -164,9 +164,10 @@ def test_the_teacher_is_asked_once_for_all_branches(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Teacher, "__call__", counted)
     run = Run(read_config("digits", given), tmp_path / "run")
     run.begin()
-    asked.clear()
+    measured = [8] * 8 + [32] * 2  # eight parts of a batch to value units, and the two that it is accumulated in
+    assert asked == measured
+    run.phase.step = 10 * run.phase.every
     x, y = next(iter(run.parts.data.train(0, 0, 64, 0, 1)))
-    run.phase.train_step(x, y)  # the first, which measures
-    # eight parts of a batch to value units, then twice the two that it is accumulated in: to measure, and to train
-    assert asked == [8] * 8 + [32] * 4
+    run.phase.train_step(x, y)
+    assert asked == measured + [32] * 4  # to measure, and to train
     assert run.phase.controller.importance[run.phase.controller.by_measure].any()

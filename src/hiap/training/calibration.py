@@ -30,6 +30,7 @@ def calibrate(phase: Phase, controller: Controller) -> None:
     count = max(1, round(min(IMAGES, SHARE * context.stop * size) / size))
     batches = islice(context.data.train(context.seen, 0, size, context.rank, context.world), count)
     x, y = (torch.cat(part) for part in zip(*batches, strict=True))
+    context.say(f"measure  {len(controller.measured)} branches and parts of them, on {count * size} images")
     before = [gate.logit.detach().clone() for gate in controller.all_gates]
     with torch.no_grad():
         for gate in controller.all_gates:

@@ -126,6 +126,8 @@ class Search(Phase):
         super().__init__(context, network, teacher, 0, min(schedule.freeze, context.stop))
         if fresh:
             log_snapshot(context, network, 0, harden(network), self.controller)
+            if self.measuring is not None:
+                calibrate(self, self.measuring)
             self.before_step()
             key = config.metric.key
             context.record[f"soft_{key}_start"] = self.scores(soft=True)[key]
@@ -135,6 +137,11 @@ class Search(Phase):
         *weights, logits = parameter_groups(self.network, config.weight_decay, config.gate_lr)
         learned = not (config.target and config.gate_mode == "importance")
         return [*weights, logits] if learned else weights
+
+    @property
+    def measuring(self) -> Controller | None:
+        """The controller, where branches are valued by the loss without them."""
+        return self.controller if self.controller is not None and self.controller.measured and self.every else None
 
     def before_step(self) -> None:
         schedule, draws = self.context.schedule, self.step * self.context.config.accumulate
@@ -146,13 +153,9 @@ class Search(Phase):
         )
 
     def train_step(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        controller = self.controller
-        if controller is not None and controller.measured and self.every and self.step % (MEASURED * self.every) == 0:
-            if self.step:
-                self.network.eval()
-                controller.measure(loss_of_images(self, x, y, self.context.config.accumulate))
-            else:
-                calibrate(self, controller)
+        if self.measuring is not None and self.step and self.step % (MEASURED * self.every) == 0:
+            self.network.eval()
+            self.measuring.measure(loss_of_images(self, x, y, self.context.config.accumulate))
         return super().train_step(x, y)
 
     def terms(self, model: nn.Module, x: Tensor, target: Tensor, share: float = 1.0) -> dict[str, Tensor]:

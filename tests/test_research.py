@@ -258,6 +258,8 @@ def test_a_comparison_is_run_and_timed(
     kept = hiap.load(folder / "compact")
     assert [vars(site.widths) for site in sites(kept)] == record["widths"]
     assert record["table_error"] == peer["table_error"] == 1.02
+    tried = called("run", *cost, "hiap_time,depth", "--held-out", "--rates", "2e-3")[-2:]
+    assert [(one["final"], one.get("table_error")) for one in tried] == [(False, None)] * 2  # these trust the table
     assert record["method"] == "hiap_time" and re.fullmatch(r"1\.4x by table\.json [0-9a-f]{8}", record["target"])
     model = timm.create_model("test_vit", img_size=32)
     known = LatencyCost(model, table)

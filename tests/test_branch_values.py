@@ -12,7 +12,9 @@ from hiap.budget.branches import _on_curve
 from hiap.budget.controller import Controller
 from hiap.budget.latency import LatencyCost
 from hiap.models.registry import sites
+from hiap.nn.compact import Widths
 from hiap.pruning.attach import gates_by_block
+from hiap.training import calibration, phases
 from hiap.training.config import read_config
 from hiap.training.loop import Run
 from hiap.training.objective import Teacher
@@ -59,8 +61,8 @@ def test_whole_branches_are_valued_by_the_loss_without_them() -> None:
 
 
 def test_what_goes_of_a_branch_with_a_part_of_its_units_is_measured() -> None:
-    model = hiap.attach(make(**MODEL), ALL)
-    cost = LatencyCost(model, synthetic())
+    model = hiap.attach(make(**{**MODEL, "num_heads": 2}), ALL)  # heads of 16
+    cost = LatencyCost(model, synthetic(qk_dim=[2, 16], value_dim=[2, 4, 16]))
     dense = cost.of_widths(model, [site.widths for site in sites(model)])
     controller = observed(Controller(model, cost, 0.7 * dense))
     blocks = gates_by_block(model)
@@ -87,18 +89,16 @@ def test_what_goes_of_a_branch_with_a_part_of_its_units_is_measured() -> None:
     values = controller.values()
     neurons = values[0]["neuron"].sort().values
     assert controller.curves[3, 0, 0].item() == pytest.approx(float(neurons[: len(neurons) // 2].sum() / neurons.sum()))
-    losses = controller._losses(values)
-    for (i, branch), lost in zip(controller.allocation.branches, losses, strict=True):
+    for (i, branch), lost in zip(controller.allocation.branches, controller._losses(values), strict=True):
         whole = float(values[i][branch.gate])
-        for choice, found in zip(branch.choices, lost.tolist(), strict=False):
-            if (choice.neurons, choice.heads) == (len(neurons) // 2, None):
-                assert found == pytest.approx(0.8 * 0.25 * whole)
-            if branch.gate == "attention" and choice.heads == heads:
-                dims = [getattr(choice, axis) for axis in ("qk_dim", "value_dim")]
-                if dims == [branch.qk_dims[0] // 2, branch.value_dims[0]]:
-                    assert found == pytest.approx(0.1 * 0.25 * whole)
-        assert lost[0] == 0 and float(lost[len(branch.choices) - 1]) == pytest.approx(whole)
-        assert (lost[: len(branch.choices)] <= whole * (1 + 1e-12)).all()
+        found = dict(zip(branch.choices, lost.tolist(), strict=False))
+        if branch.gate == "ffn":
+            assert found[Widths(None, 0, 0, len(neurons) // 2)] == pytest.approx(0.8 * 0.25 * whole)
+        else:
+            narrower = Widths(heads, branch.qk_dims[0] // 2, branch.value_dims[0], None)
+            assert found[narrower] == pytest.approx(0.1 * 0.25 * whole)
+        assert lost[0] == 0 and found[branch.choices[-1]] == pytest.approx(whole)
+        assert max(found.values()) <= whole * (1 + 1e-12)
     assert controller.cost.of_widths(model, controller.decide().widths(8)) <= controller.target
 
 
@@ -150,7 +150,11 @@ def test_a_search_by_time_goes_on_where_it_was_interrupted(objective: str, tmp_p
     assert same(tmp_path / "whole", tmp_path / "stopped")
 
 
-def test_the_teacher_is_asked_once_for_all_branches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("most", "valued", "asked_for"), [(1024, [8] * 8, [32, 32]), (48, [8] * 6, [24, 24])])
+def test_the_teacher_is_asked_once_for_all_branches(
+    most: int, valued: list[int], asked_for: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients come from eighths of a batch, losses from the parts of a step; of a large batch a part is enough."""
     synthetic(dim=16, tokens=5, mode="eager", device="elsewhere").save(tmp_path / "t.json")
     given = {"model_args": SHAPE, "dense_epochs": 0, "epochs": 1, "freeze_at": 0.9, "batch_size": 64, "accumulate": 2}
     given |= {"target": "1.4x", "cost": str(tmp_path / "t.json"), "distill_features": 10.0}
@@ -162,12 +166,13 @@ def test_the_teacher_is_asked_once_for_all_branches(tmp_path: Path, monkeypatch:
         return usual(teacher, x)
 
     monkeypatch.setattr(Teacher, "__call__", counted)
+    for module in (calibration, phases):
+        monkeypatch.setattr(module, "IMAGES", most)
     run = Run(read_config("digits", given), tmp_path / "run")
     run.begin()
-    measured = [8] * 8 + [32] * 2  # eight parts of a batch to value units, and the two that it is accumulated in
-    assert asked == measured
+    assert asked == valued + asked_for
     run.phase.step = 10 * run.phase.every
     x, y = next(iter(run.parts.data.train(0, 0, 64, 0, 1)))
     run.phase.train_step(x, y)
-    assert asked == measured + [32] * 4  # to measure, and to train
+    assert asked == valued + asked_for * 2 + [32] * 2  # to measure, and to train
     assert run.phase.controller.importance[run.phase.controller.by_measure].any()

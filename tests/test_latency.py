@@ -38,7 +38,8 @@ def synthetic(attention=None, ffn=None, **other: object) -> LatencyTable:
     """A table of the small model; by default a branch costs 1 to be there, and its products cost what they count."""
     attention = attention or (lambda h, q, v: 1.0 + 0.01 * h * (q + v))
     ffn = ffn or (lambda n: 1.0 + 0.01 * n)
-    cells = [[[attention(h, q, v) for v in GRID["value_dim"]] for q in GRID["qk_dim"]] for h in GRID["heads"]]
+    grid = {axis: other.get(axis, steps) for axis, steps in GRID.items()}
+    cells = [[[attention(h, q, v) for v in grid["value_dim"]] for q in grid["qk_dim"]] for h in grid["heads"]]
     values = {
         "unit": "ms",
         "device": "a machine",
@@ -48,9 +49,9 @@ def synthetic(attention=None, ffn=None, **other: object) -> LatencyTable:
         "model": "small",
         "dim": 32,
         "tokens": 17,
-        **GRID,
+        **grid,
         "attention": cells,
-        "ffn": [ffn(n) for n in GRID["neurons"]],
+        "ffn": [ffn(n) for n in grid["neurons"]],
         "outside": 0.5,
         "dense": 16.0,
     }

@@ -19,9 +19,8 @@ GONE = Widths(None, 0, 0, None)
 STEPS = 16  # that the dims of a head fall in, at most
 NOTHING = 1e-12  # least difference of two shares
 
-Curves = dict[
-    str, Tensor
-]  # what goes of a branch with a share of the value of its units, by kind: points (share, part)
+# what goes of a branch with a share of the value of its units, by kind: points (share, part)
+Curves = dict[str, Tensor]
 Values = dict[str, Tensor]  # of the units of a block, by kind of gate; closing a kind that is not there is no choice
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import islice
 
@@ -10,12 +11,13 @@ from torch import Tensor
 
 from hiap.budget.controller import LIMIT, Controller
 from hiap.pruning.attach import gates, set_gates
+from hiap.training.context import Context
 from hiap.training.phase import Phase
 
-__all__ = ["calibrate", "loss_of_images"]
+__all__ = ["IMAGES", "calibrate", "loss_of_images"]
 
-IMAGES = 1024  # that parts of branches are measured on, at most
-SHARE = 1 / 1024  # of all images that a run sees, at most; but a batch at least
+IMAGES = 1024  # that branches are measured on, at most
+SHARE = 1 / 1024  # of all images that a run sees, for the first measurement; but a batch at least
 PARTS = 8  # of a batch: each is an observation of the gradients
 
 
@@ -28,9 +30,10 @@ def calibrate(phase: Phase, controller: Controller) -> None:
     context, network = phase.context, phase.network
     size = context.config.batch_size
     count = max(1, round(min(IMAGES, SHARE * context.stop * size) / size))
-    batches = islice(context.data.train(context.seen, 0, size, context.rank, context.world), count)
-    x, y = (torch.cat(part) for part in zip(*batches, strict=True))
-    context.say(f"measure  {len(controller.measured)} branches and parts of them, on {count * size} images")
+    batches = list(islice(context.data.train(context.seen, 0, size, context.rank, context.world), count))
+    images = min(IMAGES, len(batches) * (size // context.world))  # of this process, as of every other
+    x, y = (torch.cat(part)[:images] for part in zip(*batches, strict=True))
+    context.say(f"measure  {len(controller.measured)} branches and parts of them, on {images * context.world} images")
     before = [gate.logit.detach().clone() for gate in controller.all_gates]
     with torch.no_grad():
         for gate in controller.all_gates:
@@ -39,14 +42,14 @@ def calibrate(phase: Phase, controller: Controller) -> None:
     network.eval()
     for gate in gates(network):
         gate.train()  # the gradients of gates in eval are not heard
-    for xs, ys in _parts(x, y, count * max(PARTS, context.config.accumulate)):
+    for xs, ys in _parts(context, x, y, PARTS):
         terms = phase.terms(phase.forward, xs.to(context.device), ys.to(context.device))
         context.accelerator.backward(phase.weighted(terms))
         scaler = context.accelerator.scaler
         controller.observe(context.mean, scaler.get_scale() if scaler is not None else 1.0)
         phase.model.zero_grad()
     network.eval()
-    loss = loss_of_images(phase, x, y, count * context.config.accumulate)
+    loss = loss_of_images(phase, x, y)
     controller.measure(loss)
     controller.measure_curves(loss)
     with torch.no_grad():
@@ -55,13 +58,12 @@ def calibrate(phase: Phase, controller: Controller) -> None:
 
 
 @torch.no_grad()
-def loss_of_images(phase: Phase, x: Tensor, y: Tensor, count: int) -> Callable[[], Tensor]:
-    """The loss of the network of a phase as it is at each call, on images in so many parts.
-
-    The teacher is asked once.
+def loss_of_images(phase: Phase, x: Tensor, y: Tensor) -> Callable[[], Tensor]:
+    """The loss of the network of a phase as it is at each call, on images of as great a number in every process. The
+    teacher is asked once.
     """
     context, objective, network = phase.context, phase.objective, phase.network
-    parts = [(xs.to(context.device), ys.to(context.device)) for xs, ys in _parts(x, y, count)]
+    parts = [(xs.to(context.device), ys.to(context.device)) for xs, ys in _parts(context, x, y, 1)]
     known = [(xs, ys, objective.goals(network, xs)) for xs, ys in parts]
 
     @torch.no_grad()
@@ -74,6 +76,8 @@ def loss_of_images(phase: Phase, x: Tensor, y: Tensor, count: int) -> Callable[[
     return loss
 
 
-def _parts(x: Tensor, y: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
-    count = min(count, len(x))
-    return list(zip(x.tensor_split(count), y.tensor_split(count), strict=True))
+def _parts(context: Context, x: Tensor, y: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
+    """Images in so many parts a batch, at least; no part is greater than those that a step is computed in."""
+    share = context.config.batch_size // context.world
+    number = math.ceil(len(x) / max(1, share // max(count, context.config.accumulate)))
+    return list(zip(x.tensor_split(number), y.tensor_split(number), strict=True))

@@ -107,7 +107,7 @@ OWN |= {"lr": 5e-4, "seed": 0, "final": True, "device": "gpu"}
         ("compare_8740963.jsonl", 15),
         ("backbones.jsonl", 4),
         ("equal_time.jsonl", 6),
-        ("batch_1.jsonl", 8),
+        ("batch_1.jsonl", 16),
         ("ladder.jsonl", 35),
     ],
 )

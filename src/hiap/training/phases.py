@@ -21,7 +21,7 @@ from hiap.pruning.count import expected_counts
 from hiap.pruning.extract import extract, provenance_of, slices
 from hiap.pruning.merging import unmerged
 from hiap.pruning.topology import Topology, harden, set_topology
-from hiap.training.calibration import IMAGES, calibrate, loss_of_images
+from hiap.training.branch_losses import IMAGES, loss_of_images, measure_branches
 from hiap.training.context import Context
 from hiap.training.decision import decide
 from hiap.training.features import FeatureObjective
@@ -127,7 +127,7 @@ class Search(Phase):
         if fresh:
             log_snapshot(context, network, 0, harden(network), self.controller)
             if self.measuring is not None:
-                calibrate(self, self.measuring)
+                measure_branches(self, self.measuring)
             self.before_step()
             key = config.metric.key
             context.record[f"soft_{key}_start"] = self.scores(soft=True)[key]

@@ -14,14 +14,14 @@ from hiap.pruning.attach import gates, set_gates
 from hiap.training.context import Context
 from hiap.training.phase import Phase
 
-__all__ = ["IMAGES", "calibrate", "loss_of_images"]
+__all__ = ["IMAGES", "loss_of_images", "measure_branches"]
 
 IMAGES = 1024  # that branches are measured on, at most
 SHARE = 1 / 1024  # of all images that a run sees, for the first measurement; but a batch at least
 PARTS = 8  # of a batch: each is an observation of the gradients
 
 
-def calibrate(phase: Phase, controller: Controller) -> None:
+def measure_branches(phase: Phase, controller: Controller) -> None:
     """Measure all branches and parts of them, in the network with every gate open.
 
     The units of which a part consists are those of least value. Their values come from the gradients on the same

@@ -14,7 +14,7 @@ from hiap.budget.latency import LatencyCost
 from hiap.models.registry import sites
 from hiap.nn.compact import Widths
 from hiap.pruning.attach import gates_by_block
-from hiap.training import branch_losses, phases
+from hiap.training import branch_losses
 from hiap.training.config import read_config
 from hiap.training.loop import Run
 from hiap.training.objective import Teacher
@@ -166,8 +166,7 @@ def test_the_teacher_is_asked_once_for_all_branches(
         return usual(teacher, x)
 
     monkeypatch.setattr(Teacher, "__call__", counted)
-    for module in (branch_losses, phases):
-        monkeypatch.setattr(module, "IMAGES", most)
+    monkeypatch.setattr(branch_losses, "IMAGES", most)
     run = Run(read_config("digits", given), tmp_path / "run")
     run.begin()
     assert asked == valued + asked_for

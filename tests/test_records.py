@@ -8,9 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import timm
 from PIL import Image
 
 import compare
+from hiap.budget.latency import LatencyCost, LatencyTable
+from hiap.models.registry import sites
+from hiap.nn.compact import Widths
 from record import KEY, Record, read
 from report import chosen, mean_top1, table
 from test_research_commands import FOLDER
@@ -171,3 +175,18 @@ def test_the_recorded_digests_of_the_dense_models_are_those_that_records_name() 
     known = json.loads((FOLDER / "dense_starts.json").read_text())
     named = {record.weights for record in read(FOLDER / "records/compare.jsonl")}
     assert named == {f"{name} {entry['sha256'][:8]}" for name, entry in known.items()}
+
+
+def test_a_table_of_a_cpu_is_right_for_wide_branches_and_too_slow_for_narrow_ffns() -> None:
+    """What the documentation says of the runs with one image: predicted time over measured time."""
+    model = timm.create_model("vit_tiny_patch16_224", img_size=128, num_classes=200)
+    cost = LatencyCost(model, LatencyTable.load(FOLDER / "records" / "vit_tiny_cpu_onnx.json"))
+    dense = cost.of_widths(model, [site.widths for site in sites(model)])
+    lines = [json.loads(line) for line in (FOLDER / "records" / "batch_1.jsonl").read_text().splitlines()]
+    speeds = {(r["method"], r["seed"]): r["dense_ms"] / r["ms"] for r in lines if r["final"] == "speed"}
+    networks = {(r["method"], r["seed"]): [Widths(**widths) for widths in r["widths"]] for r in lines if "widths" in r}
+    assert networks.keys() == speeds.keys() and len(networks) == 8
+    for (method, seed), widths in networks.items():
+        ratio = cost.of_widths(model, widths) / dense * speeds[method, seed]
+        low, high = (0.985, 1.016) if method in ("hiap_time", "depth") else (1.06, 1.11)
+        assert low < ratio < high

@@ -14,9 +14,9 @@ from hiap.pruning.attach import gates, set_gates
 from hiap.training.context import Context
 from hiap.training.phase import Phase
 
-__all__ = ["IMAGES", "loss_of_images", "measure_branches"]
+__all__ = ["loss_of_images", "measure_branches"]
 
-IMAGES = 1024  # that branches are measured on, at most
+IMAGES = 1024  # of a process that branches are measured on, at most
 SHARE = 1 / 1024  # of all images that a run sees, for the first measurement; but a batch at least
 PARTS = 8  # of a batch: each is an observation of the gradients
 
@@ -59,10 +59,9 @@ def measure_branches(phase: Phase, controller: Controller) -> None:
 
 @torch.no_grad()
 def loss_of_images(phase: Phase, x: Tensor, y: Tensor) -> Callable[[], Tensor]:
-    """The loss of the network of a phase as it is at each call, on images of as great a number in every process. The
-    teacher is asked once.
-    """
+    """The loss of the network of a phase as it is at each call, on the first images. The teacher is asked once."""
     context, objective, network = phase.context, phase.objective, phase.network
+    x, y = x[:IMAGES], y[:IMAGES]
     parts = [(xs.to(context.device), ys.to(context.device)) for xs, ys in _parts(context, x, y, 1)]
     known = [(xs, ys, objective.goals(network, xs)) for xs, ys in parts]
 

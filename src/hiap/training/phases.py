@@ -21,7 +21,7 @@ from hiap.pruning.count import expected_counts
 from hiap.pruning.extract import extract, provenance_of, slices
 from hiap.pruning.merging import unmerged
 from hiap.pruning.topology import Topology, harden, set_topology
-from hiap.training.branch_losses import IMAGES, loss_of_images, measure_branches
+from hiap.training.branch_losses import loss_of_images, measure_branches
 from hiap.training.context import Context
 from hiap.training.decision import decide
 from hiap.training.features import FeatureObjective
@@ -155,8 +155,7 @@ class Search(Phase):
     def train_step(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         if self.measuring is not None and self.step and self.step % (MEASURED * self.every) == 0:
             self.network.eval()
-            images = min(IMAGES, self.context.config.batch_size // self.context.world)  # alike in every process
-            self.measuring.measure(loss_of_images(self, x[:images], y[:images]))
+            self.measuring.measure(loss_of_images(self, x, y))
         return super().train_step(x, y)
 
     def terms(self, model: nn.Module, x: Tensor, target: Tensor, share: float = 1.0) -> dict[str, Tensor]:

@@ -13,27 +13,30 @@ from record import CLOCK, SPEED, Record, read
 
 SHOWN = 20.0  # points below the best that plots show
 TITLES = {"vit_tiny": "ViT-Ti on Tiny-ImageNet", "dinov2_small": "DINOv2-S on Tiny-ImageNet"}
-LABELS = {  # of methods, in plots
+LABELS = {  # of methods, in plots; their order gives the colours, the strong ones first
     "hiap": "HiAP",
     "hiap_time": "HiAP, latency target",
-    "hiap_scratch": "HiAP's widths, random weights",
     "taylor": "one-shot Taylor",
-    "taylor_five": "one-shot Taylor, HiAP's units",
+    "depth": "whole blocks dropped",
+    "torch_pruning_taylor": "Torch-Pruning, Taylor",
     "l1": "L1 on gates",
     "paper": "the paper's penalties",
-    "magnitude_uniform": "magnitude, uniform",
     "magnitude_global": "magnitude, global",
-    "torch_pruning_taylor": "Torch-Pruning, Taylor",
+    "magnitude_uniform": "magnitude, uniform",
+    "taylor_five": "one-shot Taylor, HiAP's units",
+    "random": "random widths",
+    "hiap_scratch": "HiAP's widths, random weights",
     "torch_pruning_isomorphic": "Torch-Pruning, isomorphic",
     "torch_pruning_aligned": "Torch-Pruning, Taylor, aligned widths",
-    "depth": "whole blocks dropped",
-    "random": "random widths",
 }
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of training, evaluations aside, and for each mode the last timing of a forward of this very network."""
+    """Seconds of training, evaluations aside, and for each mode the last timing of a forward of this very network.
+
+    Other seeds may end with the same network. Their timings count only where the run's own is missing.
+    """
 
     seconds: float | None
     forwards: dict[str, Record]
@@ -60,7 +63,7 @@ def timed(record: Record, records: list[Record], strict: bool) -> Times:
         epoch_s = record.search * searching + (1 - record.search) * clock.epoch_s.get("recover", searching)
         seconds = record.epochs * epoch_s
     forwards = [one for one in own if one.final == SPEED and _same_network(one, record, own)]
-    return Times(seconds, {one.mode: one for one in forwards})
+    return Times(seconds, {one.mode: one for one in sorted(forwards, key=lambda one: one.seed == record.seed)})
 
 
 def _same_network(timing: Record, record: Record, records: list[Record]) -> bool:
@@ -112,7 +115,7 @@ def table(options: argparse.Namespace) -> None:
                 f"{row['macs']:.2%}",
             ]
             cells += ["" if row["seconds"] is None else f"{row['seconds']:.0f} s"]
-            cells += [_forward(row["forwards"].get(mode)) for mode in modes]
+            cells += [_forward(row["forwards"].get(mode, [])) for mode in modes]
             cells += [f"{row['lr']:g}", "" if row["held_out"] is None else f"{row['held_out']:.2f}"]
             print("|", " | ".join(cells), "|")
     if options.plots:
@@ -128,12 +131,12 @@ def modes_of(rows: list[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(mode for row in rows for mode in row["forwards"]))
 
 
-def _forward(found: Record | None) -> str:
-    """The time of a forward, and how many times as fast as the dense model's that is, where both were timed."""
-    if found is None:
+def _forward(found: list[Record]) -> str:
+    """The mean time of a forward, and how many times as fast as the dense model's that is, where both were timed."""
+    if not found:
         return ""
-    faster = f" ({found.dense_ms / found.ms:.2f}x)" if found.dense_ms else ""
-    return f"{found.ms:.3f} ms{faster}"
+    ms, dense = statistics.mean(one.ms for one in found), _mean([one.dense_ms for one in found])
+    return f"{ms:.3f} ms" + (f" ({dense / ms:.2f}x)" if dense else "")
 
 
 def _mean(values: list[float | None]) -> float | None:
@@ -157,6 +160,10 @@ def summaries(group: list[Record], tried: dict[Any, float], times: dict[Any, Tim
     for method, variant, lr in dict.fromkeys((record.method, record.set, record.lr) for record in group):
         own = [record for record in group if (record.method, record.set, record.lr) == (method, variant, lr)]
         top1, first = [record.top1 for record in own], own[0]
+        forwards = defaultdict(list)
+        for record in own:
+            for mode, one in times[record.key].forwards.items():
+                forwards[mode].append(one)
         trial = next((record.trial_epochs for record in own if record.trial_epochs), None)
         epochs = trial or (int(first.like.split()[-1]) if first.like else first.epochs)
         rows.append(
@@ -165,7 +172,7 @@ def summaries(group: list[Record], tried: dict[Any, float], times: dict[Any, Tim
                 "lr": lr,
                 "top1": mean_top1(top1),
                 "seconds": _mean([times[record.key].seconds for record in own]),
-                "forwards": {mode: one for record in own for mode, one in times[record.key].forwards.items()},
+                "forwards": dict(forwards),
                 "device": first.device,
                 "held_out": tried.get(_trial(first, epochs)),
                 "plain": not variant,
@@ -204,8 +211,8 @@ def plot(tables: dict[Any, list[dict[str, Any]]], folder: Path) -> None:
         for mode in modes_of([row for rows in own.values() for row in rows if row["plain"]]):
             rows, key = _placed(own, mode), f"forward_{mode.replace('+', '_')}"
             for row in rows:
-                row[key] = row["forwards"][mode].ms
-            how = rows[0]["forwards"][mode]
+                row[key] = statistics.mean(one.ms for one in row["forwards"][mode])
+            how = rows[0]["forwards"][mode][0]
             label = f"forward of {how.batch} images (ms; {how.precision}, {mode})"
             _draw(rows, key, label, start, folder / f"{start}_{key}.png", _dense(rows, mode))
 
@@ -222,7 +229,7 @@ def _placed(tables: dict[Any, list[dict[str, Any]]], mode: str | None = None) ->
 def _dense(rows: list[dict[str, Any]], mode: str) -> list[tuple[str, float, float]]:
     """Label, time and top-1 of the dense model, as it is and optimised, where both are known."""
     top1 = next((row["dense_top1"] for row in rows if row["dense_top1"] is not None), None)
-    timings = [row["forwards"][mode] for row in rows]
+    timings = [one for row in rows for one in row["forwards"][mode]]
     times = {
         "dense, timm's forward": [one.dense_ms for one in timings if one.dense_ms],
         "dense, optimised": [one.dense_optimised_ms for one in timings if one.dense_optimised_ms],
@@ -253,15 +260,13 @@ def _draw(
     named = set()
     for (method, other), own in sorted(lines.items(), key=lambda line: methods.index(line[0][0])):
         own.sort(key=lambda row: row[key])
-        number = methods.index(method)
+        number = list(LABELS).index(method)
         ax.errorbar(
             [row[key] for row in own],
             [row["top1"] for row in own],
             [[abs(row["top1"] - row["range"][end]) for row in own] for end in (0, 1)],
             marker="os^vD<>pP*Xh"[number % 12],
-            color="black"
-            if method == "hiap"
-            else plt.get_cmap("tab20")((2 * number + number // 10) % 20),  # strong colours first
+            color="black" if method == "hiap" else plt.get_cmap("tab20")((2 * number - 2 + (number - 1) // 10) % 20),
             linewidth=2.0 if method == "hiap" else 1.0,
             capsize=2,
             label=None if method in named else LABELS.get(method, method),

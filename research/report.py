@@ -257,6 +257,7 @@ def _draw(
     for row in shown:
         if row["top1"] >= best - SHOWN:
             lines[row["method"], row["target"] if key == "seconds" else row["length"]].append(row)
+    labels = LABELS | ({"hiap": "HiAP, target in MACs"} if "hiap_time" in methods else {})
     named = set()
     for (method, other), own in sorted(lines.items(), key=lambda line: methods.index(line[0][0])):
         own.sort(key=lambda row: row[key])
@@ -269,7 +270,7 @@ def _draw(
             color="black" if method == "hiap" else plt.get_cmap("tab20")((2 * number - 2 + (number - 1) // 10) % 20),
             linewidth=2.0 if method == "hiap" else 1.0,
             capsize=2,
-            label=None if method in named else LABELS.get(method, method),
+            label=None if method in named else labels[method],
         )
         named.add(method)
         note = other.split(" by ")[0] if key == "seconds" else f"{other} epochs"

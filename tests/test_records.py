@@ -117,6 +117,7 @@ OWN |= {"lr": 5e-4, "seed": 0, "final": True, "device": "gpu"}
         ("compare_8740963.jsonl", 15),
         ("backbones.jsonl", 4),
         ("equal_time.jsonl", 149),
+        ("equal_time_cpu.jsonl", 3),
         ("batch_1.jsonl", 16),
         ("batch_1_h200.jsonl", 8),
         ("ladder.jsonl", 35),

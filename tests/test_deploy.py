@@ -13,6 +13,7 @@ import torch
 import hiap
 from hiap.budget.deploy import Deployment
 from hiap.budget.latency import LatencyCost, LatencyTable
+from hiap.cli.report import report
 from hiap.models.registry import widths_of
 from hiap.speed.clock import device_name
 from hiap.training.config import read_config
@@ -151,3 +152,22 @@ def test_a_target_in_time_needs_no_preparation(tmp_path: Path, monkeypatch: pyte
     table = LatencyTable.load(tmp_path / "run/latency.json")
     assert (table.device, table.precision, table.batch, table.mode) == (device_name(CPU), "fp32", 1, "eager")
     assert record["predicted"] <= record["dense_predicted"] / 1.1
+
+
+def test_the_report_says_what_was_asked_for_and_whether_the_speed_falls_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = read_config("digits", {"model_args": SHAPE, "dense_epochs": 0, "epochs": 1, "target": "1.6x"})
+    monkeypatch.setattr("hiap.training.context.measure_error", lambda *_: 1.0)
+    synthetic(dim=16, tokens=5, device=device_name(CPU), precision="fp32", batch=2, mode="eager").save(tmp_path / "t")
+    result = prune(replace(config, cost=str(tmp_path / "t")), tmp_path / "run")
+    found = {"dense_predicted": 8.0, "predicted": 4.9, "dense_measured": 9.0, "unit": "ms", "table_error": 1.02}
+    for measured, short in ((6.0, True), (5.8, False)):
+        result.record.update(found, measured=measured)
+        report(result)
+        said = capsys.readouterr().out
+        assert re.search(
+            r"^asked for +8\.000 ms +5\.000 ms  1\.60x\ntable, corrected +8\.000 ms +4\.900 ms", said, re.M
+        )
+        missed = f"asked for 1.60x, measured 1.50x; `hiap bench {tmp_path / 'run'}` times both again"
+        assert (missed in said) == short

@@ -110,9 +110,9 @@ def test_a_target_without_a_unit_is_asked_about(text: str, meant: str) -> None:
         ("100%", "a target of 100% is the dense model itself: nothing to prune; choose less"),
         ("100.0% params", "a target of 100.0% params is the dense model itself: nothing to prune; choose less"),
         ("120%", "a target of 120% is more than the dense model: nothing to prune; choose less"),
-        ("1x", "a target of 1x is the dense model itself: nothing to prune; choose more, such as 2x"),
-        ("1.0x", "a target of 1.0x is the dense model itself: nothing to prune; choose more, such as 2x"),
-        ("0.5x", "a target of 0.5x is more than the dense model: nothing to prune; choose more, such as 2x"),
+        ("1x", "a target of 1x is the dense model itself: nothing to prune; choose more than 1x, such as 2x"),
+        ("1.0x", "a target of 1.0x is the dense model itself: nothing to prune; choose more than 1x, such as 2x"),
+        ("0.5x", "a target of 0.5x is slower than the dense model: nothing to prune; choose more than 1x, such as 2x"),
     ],
 )
 def test_the_dense_model_is_no_target(text: str, message: str) -> None:

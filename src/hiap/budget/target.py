@@ -54,8 +54,8 @@ class Target:
             raise BudgetError(f"target {shown!r} has no unit: did you mean {_meant(value)}?")
         share = target.absolute(1.0)
         if (scale == "%" or suffix == "x") and share >= 1:
-            dense = "the dense model itself" if share == 1 else "more than the dense model"
-            less = "less" if scale else "more, such as 2x"
+            more, less = ("more than", "less") if scale else ("slower than", "more than 1x, such as 2x")
+            dense = "the dense model itself" if share == 1 else f"{more} the dense model"
             raise BudgetError(f"a target of {shown} is {dense}: nothing to prune; choose {less}")
         return target
 

@@ -22,7 +22,7 @@ def main() -> None:
     gated = hiap.attach(dense)  # in place: the same model, with gates on heads, value dims, FFN blocks and neurons
     print(f"attached   {sum(gate.logit.numel() for gate in hiap.gates(gated))} gates")
 
-    for gate in hiap.gates(gated):  # a training run would move the logits; here chance decides
+    for gate in hiap.gates(gated):  # a training run would move the logits; here they are random
         gate.logit.data = torch.randn_like(gate.logit) + 0.5
     print(f"hardened   {hiap.macs(gated) / 1e6:7.1f} M MACs")
 

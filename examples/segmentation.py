@@ -4,7 +4,7 @@ python examples/segmentation.py RUN --data photos/ [--steps 500]
 
 RUN is the folder of `hiap prune` (a timm model, best with --objective features). photos/ has `train/` and `val/` with
 a folder for each class. A scene is made of four photos of random classes and sizes; the task is to name the class at
-every patch. So no masks are needed, and the answer is exact. One linear layer is trained on the tokens of each
+every patch. So no masks are needed, and the labels are exact. One linear layer is trained on the tokens of each
 backbone.
 """
 
@@ -21,11 +21,11 @@ from torchvision.transforms import functional as pictures
 import hiap
 from hiap.training.setup import dense_model
 
-BATCH, TESTED = 32, 16  # scenes of a batch, and batches that are scored
+BATCH, TESTED = 32, 16  # scenes per batch, and batches that are scored
 
 
 def read_photos(folder: Path, size: tuple[int, int], most: int) -> tuple[Tensor, Tensor, int]:
-    """Photos as bytes (N, 3, H, W), at most so many, with their labels (N) and the number of classes."""
+    """At most `most` photos as bytes (N, 3, H, W), with their labels (N) and the number of classes."""
     found = ImageFolder(folder)
     chosen = found.samples[:: -(-len(found) // most)]
     images = [pictures.pil_to_tensor(pictures.resize(found.loader(path), list(size))) for path, _ in chosen]
@@ -50,7 +50,7 @@ def scenes(photos: Tensor, labels: Tensor, grid: tuple[int, int], generator: tor
 
 
 class Backbone(nn.Module):
-    """Frozen tokens of the patches, in their places. (B, 3, H, W) bytes -> (B, D, h, w)"""
+    """Frozen patch tokens as a feature map. (B, 3, H, W) bytes -> (B, D, h, w)"""
 
     def __init__(self, model: nn.Module, use: dict) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def segment(backbone: Backbone, train: tuple, val: tuple, steps: int, device: to
         loss.backward()
         optimizer.step()
         schedule.step()
-    counts = torch.zeros(classes, classes)  # of patches, by their class and by what was said
+    counts = torch.zeros(classes, classes)  # patches by true and by predicted class
     generator.manual_seed(1)
     for _ in range(TESTED):
         images, answer = scenes(*val[:2], grid, generator)
@@ -93,8 +93,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="folder of a run of `hiap prune`")
     parser.add_argument("--data", type=Path, required=True, help="photos with train/ and val/, a folder for each class")
-    parser.add_argument("--steps", type=int, default=500, help="of training the head")
-    parser.add_argument("--photos", type=int, default=20_000, help="that are read, at most")
+    parser.add_argument("--steps", type=int, default=500, help="training steps of the head")
+    parser.add_argument("--photos", type=int, default=20_000, help="photos to read, at most")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     compact = hiap.load(options.run / "compact")

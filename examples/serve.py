@@ -33,13 +33,13 @@ class Classifier:
         return [{"class": names[i], "probability": float(shares[i])} for i in np.argsort(-shares)[:most]]
 
     def prepare(self, data: bytes) -> np.ndarray:
-        """Normalised pixels (1, C, H, W), made ready as the file says."""
+        """Normalised pixels (1, C, H, W), prepared as the file says."""
         about = self.about
         image = Image.open(io.BytesIO(data)).convert("RGB" if about["channels"] == 3 else "L")
         (height, width), resample = about["size"], Image.Resampling[about["interpolation"].upper()]
         if about["crop_mode"] == "squash":
             image = image.resize((width, height), resample)
-        else:  # a centre crop leaves a border out
+        else:  # a centre crop cuts off the border
             image = ImageOps.fit(image, (width, height), resample, (1 - about["crop_pct"]) / 2)
         pixels = np.asarray(image).reshape(height, width, -1) / 255
         return ((pixels - about["mean"]) / about["std"]).astype(np.float32).transpose(2, 0, 1)[None]
@@ -58,7 +58,7 @@ def make_server(file: str, port: int) -> ThreadingHTTPServer:
                         f"Content-Length must be that of an image of at most {LARGEST} bytes; found {told}"
                     )
                 status, found = 200, classify(self.rfile.read(size))
-            except (OSError, ValueError, Image.DecompressionBombError) as error:  # Pillow cannot read it, or will not
+            except (OSError, ValueError, Image.DecompressionBombError) as error:  # Pillow cannot read it, or refuses to
                 status, found = 400, {"error": str(error)}
             body = json.dumps(found).encode()
             self.send_response(status)

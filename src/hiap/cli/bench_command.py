@@ -28,12 +28,12 @@ EXAMPLES = """examples:
 def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
     add = command.add_argument
     add("folder", nargs="?", help="a folder written by hiap.save, or that of a run; or give --model and --topology")
-    add("--against", help="of a folder: 'dense' (default), 'none', or the folder of another model")
+    add("--against", help="what to time a folder against: 'dense' (default), 'none', or the folder of another model")
     add("--model", help="timm name of a dense model, with random weights")
-    add("--topology", help="what to keep of it: a JSON file, deit_base_10.1g or deit_base_7.4g")
+    add("--topology", help="what to keep of --model: a JSON file, deit_base_10.1g or deit_base_7.4g")
     add("--img-size", type=positive, help="input size of --model")
-    add("--round-to", type=positive, help="multiple that its widths are rounded to (default 8)")
-    add("--device", help="cuda or cpu; CUDA by default where there is any")
+    add("--round-to", type=positive, help="multiple that the widths of --model are rounded to (default 8)")
+    add("--device", help="cuda or cpu; CUDA by default if there is any")
     add(
         *("--batch-size", "--batch"),
         dest="batch",
@@ -41,13 +41,15 @@ def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
         metavar="A,B",
         help="images at a time (default 1,256; CPU: 1,8)",
     )
-    add("--precision", type=listed(str), metavar="A,B", help="of fp32, tf32, bf16, fp16 (default fp32,bf16; CPU: fp32)")
-    modes = "of eager, compile, graph, compile+graph (default eager,compile; CPU: eager)"
+    precisions = "one or more of fp32, tf32, bf16, fp16 (default fp32,bf16; CPU: fp32)"
+    add("--precision", type=listed(str), metavar="A,B", help=precisions)
+    modes = "one or more of eager, compile, graph, compile+graph (default eager,compile; CPU: eager)"
     add("--mode", type=listed(str), metavar="A,B", help=modes)
-    add("--runtime", type=listed(str), metavar="A,B", help="of torch, onnx, openvino, pt2, aoti (default torch)")
-    add("--kernels", action="store_true", help="also on fused kernels (CUDA with Triton, bf16 or fp16)")
-    add("--merge-tokens", type=positive, metavar="R", help="also with R tokens merged in each block")
-    add("--quantize", metavar="KIND", help="also with 8-bit weights by torchao: int8, or fp8 (CUDA, beside bf16)")
+    runtimes = "one or more of torch, onnx, openvino, pt2, aoti (default torch)"
+    add("--runtime", type=listed(str), metavar="A,B", help=runtimes)
+    add("--kernels", action="store_true", help="also time fused kernels (CUDA with Triton, bf16 or fp16)")
+    add("--merge-tokens", type=positive, metavar="R", help="also time with R tokens merged in each block")
+    add("--quantize", metavar="KIND", help="also time 8-bit weights with torchao: int8, or fp8 (CUDA, beside bf16)")
     add("--warmup", type=positive, help="untimed runs (default 10)")
     add("--runs", type=positive, help="timed runs of each network (default 50)")
     add(
@@ -68,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     if options.merge_tokens and options.kernels:
         raise InputError("--kernels and --merge-tokens do not go together: the fused kernels do not merge tokens")
     if options.quantize and "torch" not in runtimes:
-        raise InputError("--quantize is for the runtime torch; hiap export --quantize int8 writes such a file")
+        raise InputError("--quantize is for the runtime torch; hiap export --quantize int8 writes an 8-bit file")
     networks = _networks(options)
     if options.merge_tokens:
         networks |= {f"{name} merged": hiap.merge_tokens(one, options.merge_tokens) for name, one in networks.items()}

@@ -35,7 +35,7 @@ def check_one_size(path: Path) -> None:
 
 
 def find_device(name: str | None) -> Any:
-    """The device of that name; CUDA by default where there is any."""
+    """The device of that name; CUDA by default if there is any."""
     import torch
 
     try:

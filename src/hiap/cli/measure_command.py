@@ -24,12 +24,12 @@ def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
     add = command.add_argument
     add("--model", required=True, help="timm name of the dense model; its weights do not matter")
     add("--img-size", type=positive, help="input size; the model's own by default")
-    add("--device", help="cuda or cpu; CUDA by default where there is any")
+    add("--device", help="cuda or cpu; CUDA by default if there is any")
     add("--precision", "--dtype", dest="dtype", help="fp32, tf32, bf16 or fp16 (default bf16; CPU: fp32)")
     add("--batch-size", "--batch", dest="batch", type=positive, help="images at a time (default 256; CPU: 1)")
-    add("--runtime", default="torch", choices=RUNTIMES, help="that networks will run in (default torch)")
+    add("--runtime", default="torch", choices=RUNTIMES, help="runtime that networks will use (default torch)")
     add("--mode", help="how networks will run: eager, graph (default with CUDA) or compile (optimised and compiled)")
-    add("--unit", default="ms", help="ms, or mJ where the GPU reports energy (default ms)")
+    add("--unit", default="ms", help="ms, or mJ if the GPU reports energy (default ms)")
     add("-o", "--out", "--output", dest="output", metavar="FILE", required=True, help="JSON file to write")
 
 
@@ -58,9 +58,9 @@ def run(options: argparse.Namespace) -> int:
     where = found.device if other is None else f"{found.device}, {found.runtime}"
     print(
         f"{where}, {found.precision}, batch {found.batch}: dense {found.dense:.3f} {found.unit}, "
-        f"{parts:.3f} {found.unit} by the table, which targets are read on"
+        f"{parts:.3f} {found.unit} by the table, which targets refer to"
     )
     if abs(parts / found.dense - 1) > 0.1:
-        print("the two are more than 10 % apart: the device was busy, or is too uneven for its parts to add up")
+        print("the two are more than 10 % apart: the device was busy, or its speed varies too much")
     print(f"saved in {options.output}, after {time.perf_counter() - start:.0f} s")
     return 0

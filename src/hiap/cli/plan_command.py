@@ -8,7 +8,7 @@ from hiap.cli.arguments import add_config, read_options
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "Say what a run would do: what is reachable, how long it is; nothing is trained."
+HELP = "Show what a run would do, without training: which targets are reachable, and how long it takes."
 EXAMPLES = "example:\n  hiap plan --model deit_small_patch16_224 --no-pretrained --data imagenet/ --target 3.1G"
 
 

@@ -18,15 +18,15 @@ EXAMPLES = """examples:
 def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
     add = command.add_argument
     add("folder", help="a folder written by hiap.save, or that of a run")
-    add("repo", metavar="USER/NAME", help="name on the hub; hiap.load reads it by hf://USER/NAME")
+    add("repo", metavar="USER/NAME", help="name on the hub; hiap.load reads it as hf://USER/NAME")
     add("--private", action="store_true", help="only you can see it")
     add(
         "--license",
         metavar="ID",
-        help="of the weights, such as apache-2.0; by default that of the dense model, if known",
+        help="licence of the weights, such as apache-2.0; by default that of the dense model, if known",
     )
-    add("--message", metavar="TEXT", default="", help="of the commit")
-    add("--overwrite", action="store_true", help="update a model that is on the hub already")
+    add("--message", metavar="TEXT", default="", help="commit message")
+    add("--overwrite", action="store_true", help="update a model that is already on the hub")
 
 
 def run(options: argparse.Namespace) -> int:

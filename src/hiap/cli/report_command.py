@@ -9,7 +9,7 @@ from hiap.cli.lookup import check_writable
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "Write the report of a run, also while it is going on, or of a saved model."
+HELP = "Write the report of a run, even while it is running, or of a saved model."
 EXAMPLES = """examples:
   hiap report runs/deit_s
   hiap report runs/deit_s --format md -o README.md

@@ -120,7 +120,7 @@ def test_the_papers_topologies_come_along() -> None:
         for round_to, expected in ((1, macs), (8, padded)):
             widths = topology.widths(round_to)
             assert giga(macs_of_widths(dense, widths)) == expected
-    with pytest.raises(ValueError, match=r"come along: deit_base_10\.1g, deit_base_7\.4g"):
+    with pytest.raises(ValueError, match=r"included topologies: deit_base_10\.1g, deit_base_7\.4g"):
         find_topology("deit_huge")
 
 

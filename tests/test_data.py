@@ -116,12 +116,12 @@ def test_wrong_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     with pytest.raises(ValueError, match=r"must hold the folders train and val.*found \['images'\]"):
         opened(tmp_path)
-    with pytest.raises(ValueError, match="is no folder, no timm data set"):
+    with pytest.raises(ValueError, match="is not a folder, a timm data set"):
         opened(tmp_path / "nowhere")
     for split in ("train/cat/images", "train/dog/images", "val/images"):
         (tmp_path / split).mkdir(parents=True)
         Image.new("RGB", (8, 8)).save(tmp_path / split / "0.png")
-    with pytest.raises(ValueError, match=r"images right in it; found \['images'\]"):
+    with pytest.raises(ValueError, match=r"images directly in it; found \['images'\]"):
         opened(tmp_path)
 
 
@@ -160,7 +160,7 @@ def test_validation_may_lack_a_class_but_not_have_one_more(photos: Path, hold: b
     (photos / "val/cat").rmdir()
     assert labels(list(opened(photos, hold=hold).val(2))) == [1, 1, 1, 1]
     (photos / "val/dog").rename(photos / "val/fox")
-    with pytest.raises(ValueError, match=r"validation that are not trained: \['fox'\]"):
+    with pytest.raises(ValueError, match=r"validation classes that are not in the training part: \['fox'\]"):
         opened(photos, hold=hold)
 
 

@@ -259,9 +259,7 @@ def test_a_block_that_rounds_to_float32_needs_a_tolerance() -> None:
     model = make()
     model.encoder["layers"][0].mlp[1] = Rounds()
     hiap.register_family(describe("split", act=nn.SiLU()))
-    said = (
-        r"encoder\.layers\.0 does not .* differ by \d\.\de-\d\d of the largest, allowed is 1e-09\. So little is likely"
-    )
+    said = r"encoder\.layers\.0 does not .* differ by \d\.\de-\d\d of the largest, allowed is 1e-09\. A difference this"
     with pytest.raises(hiap.UnsupportedModelError, match=said):
         hiap.macs(model)
     hiap.register_family(describe("split", act=nn.SiLU(), tolerance=1e-5))
@@ -288,7 +286,7 @@ def test_weights_that_are_not_finite_are_named_as_the_cause() -> None:
         ({"act": nn.PReLU()}, "act must be a path, or a module without parameters such as nn.GELU(); found PReLU("),
         ({"norm1": nn.LayerNorm}, "norm1 must be a path such as 'attn.norm1'; found <class"),
         ({**NONE, "attention": "attn", "attn_drop": "x"}, "an nn.MultiheadAttention has a dropout of its own: leave"),
-        ({"std": (0.5, 0.5)}, "mean and std must have one value a channel; found (0.5,) and (0.5, 0.5)"),
+        ({"std": (0.5, 0.5)}, "mean and std must have one value per channel; found (0.5,) and (0.5, 0.5)"),
     ],
 )
 def test_a_description_that_contradicts_itself_is_refused(changes: dict[str, Any], message: str) -> None:

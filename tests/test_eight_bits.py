@@ -109,7 +109,10 @@ def test_the_commands_score_and_time_it(
             ["bench", "model", "--runtime", "onnx", "--quantize", "int8"],
             "--quantize is for the runtime torch; hiap exp",
         ),
-        (["evaluate", "model.pt2", "--data", "photos", "--quantize", "int8"], "model.pt2 is a file already: round its"),
+        (
+            ["evaluate", "model.pt2", "--data", "photos", "--quantize", "int8"],
+            "model.pt2 is an exported file: quantise it",
+        ),
         ([*score, "--quantize", "int8", "--knn"], "--quantize is for the classifier: leave out --knn"),
     ):
         assert main(wrong) == 1

@@ -269,7 +269,7 @@ def test_onnxruntime_fuses_gelu_and_biases_and_copies_keys_once(
     [
         (["-o", "taken.pt2"], "taken.pt2 exists already: name another file, or pass --overwrite to replace it"),
         (["-o", "taken.xml"], "taken.bin exists already: name another file, or pass --overwrite to replace it"),
-        (["-o", "model.tflite"], "model.tflite does not say its format: name it FILE.onnx, FILE.xml, FILE.pt2"),
+        (["-o", "model.tflite"], "model.tflite has no known extension: name it FILE.onnx, FILE.xml, FILE.pt2"),
         (["-o", "model.onnx", "--format", "pt2"], "a file of pt2 ends in .pt2; found model.onnx"),
         (["-o", "nowhere/model.pt2"], "nowhere/model.pt2 cannot be written: there is no folder"),
         (["-o", "folder.pt2"], "folder.pt2 cannot be written: it is a folder"),
@@ -338,14 +338,14 @@ def test_a_compiled_package_is_told_from_a_traced_one_and_needs_a_compiler(
         raise RuntimeError("No working C++ compiler found")
 
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", missing)
-    with pytest.raises(hiap.InputError, match=r"finds no compiler .*: install g\+\+, or name one in the variable CXX"):
+    with pytest.raises(hiap.InputError, match=r"found none .*: install g\+\+, or name one in the variable CXX"):
         export_model(tiny, tmp_path / "new.pt2", "aoti")
 
 
 def test_a_file_of_somebody_else_is_not_scored(tmp_path: Path) -> None:
     program = torch.export.export(nn.Linear(2, 2), (torch.zeros(1, 2),))
     torch.export.save(program, tmp_path / "other.pt2")
-    with pytest.raises(hiap.InputError, match="does not say how its images are made ready: write it with hiap export"):
+    with pytest.raises(hiap.InputError, match="does not say how to prepare its images: write it with hiap export"):
         ExportedModel(tmp_path / "other.pt2")
     with pytest.raises(hiap.InputError, match="no such file"):
         ExportedModel(tmp_path / "none.onnx")

@@ -44,7 +44,7 @@ def test_timm_reads_a_network_of_equal_blocks_as_one_of_its_own(
     assert main(["export", str(tmp_path / "folder"), "--format", "timm", "-o", str(tmp_path / "plain")]) == 0
     out = capsys.readouterr().out
     assert "checked     logits within" in out
-    assert f"load it by  timm.create_model('local-dir:{tmp_path / 'plain'}', pretrained=True)\n" in out
+    assert f"load with   timm.create_model('local-dir:{tmp_path / 'plain'}', pretrained=True)\n" in out
     config = json.loads((tmp_path / "plain/config.json").read_text())
     assert config["architecture"] == "deit3_small_patch16_224" and config["label_names"] == NAMES
     found = timm.create_model(f"local-dir:{tmp_path / 'plain'}", pretrained=True).eval()

@@ -195,7 +195,7 @@ def test_the_registry_script_groups_refusals_by_reason() -> None:
             "two": timm.create_model("vit_small_patch16_224", scale_mlp_norm=True, **small),
         }
     found = registry.sorted_out(iter(models.items()), recipes=True)
-    between = "a norm between the units and the layer that reads them changes when a unit goes"
+    between = "a norm between the units and the layer that reads them changes when a unit is removed"
     assert found == {
         "accepted": ["plain", "hybrid"],
         "wrong": [],

@@ -48,7 +48,7 @@ def test_val_is_taken_before_test_and_two_validation_folders_are_said(photos: Pa
     shutil.copytree(photos / "val", photos / "test")
     assert names(opened(photos))[1][0] == "val/cat/0.png"
     shutil.copytree(photos / "val", photos / "valid")
-    with pytest.warns(UserWarning, match=r"has the folders val, valid, test: val is taken for validation"):
+    with pytest.warns(UserWarning, match=r"has the folders val, valid, test: val is used for validation"):
         assert names(opened(photos))[1][0] == "val/cat/0.png"
 
 
@@ -101,7 +101,7 @@ def test_a_share_of_the_digits_or_of_a_stream_is_refused(tmp_path: Path) -> None
         opened("digits", val_split=0.1)
     shards = write_shards(tmp_path / "shards", {"train": [4], "validation": [2]})
     with pytest.raises(
-        ValueError, match="is a stream, which --val-split cannot take apart: give it a split called validation"
+        ValueError, match="is a stream, which --val-split cannot split: give it a split called validation"
     ):
         opened(shards, classes=10, val_split=0.1)
 
@@ -109,7 +109,7 @@ def test_a_share_of_the_digits_or_of_a_stream_is_refused(tmp_path: Path) -> None
 def test_a_class_without_images_is_named(photos: Path) -> None:
     (photos / "train/fox").mkdir()
     (photos / "train/fox/notes.txt").touch()
-    with pytest.warns(UserWarning, match=r"there is no image in train/fox: no class is made of it"):
+    with pytest.warns(UserWarning, match=r"there is no image in train/fox: it does not count as a class"):
         assert opened(photos).class_names == ["cat", "dog"]
     shutil.rmtree(photos / "val/cat"), shutil.rmtree(photos / "val/dog")
     with pytest.raises(
@@ -258,7 +258,7 @@ def test_names_that_sort_alike_have_one_order(tmp_path: Path) -> None:
 
 def test_images_beside_the_class_folders_are_left_out(photos: Path) -> None:
     Image.new("RGB", (4, 4)).save(photos / "train/thumb.png")
-    with pytest.warns(UserWarning, match=r"images outside the folders of classes are left out: train/thumb\.png"):
+    with pytest.warns(UserWarning, match=r"images outside the class folders are left out: train/thumb\.png"):
         assert opened(photos).class_names == ["cat", "dog"]
 
 

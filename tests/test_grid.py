@@ -57,12 +57,12 @@ WRONG = {
     "shrink=yes": "hiap: the grid is wrong:\n  --grid shrink: must be true or false; found 'yes'\n",
     "targt=35%": "hiap: --grid 'targt=35%': there is no option 'targt'; did you mean target?\n",
     "target": "hiap: --grid 'target' must be an option and its values, such as target=35%,50%\n",
-    "target=,": "hiap: --grid 'target=,' has no values: write them with commas between them, such as target=35%,50%\n",
+    "target=,": "hiap: --grid 'target=,' has no values: separate them with commas, such as target=35%,50%\n",
     "target=50%,50%": "hiap: --grid 'target=50%,50%' has the value '50%' twice\n",
     "seed=1 seed=2": "hiap: --grid seed is given twice: write all of its values in one\n",
     "model=a:b,a-b": "hiap: the values 'a:b' and 'a-b' of model would share the folder model=a-b; write one of them "
     "differently\n",
-    "data=digits": "hiap: --data is given and is in the grid too: leave one of them out\n",
+    "data=digits": "hiap: --data is given and also in the grid: leave one of them out\n",
     "": "hiap: hiap sweep needs something to vary, such as --grid target=35%,50%; or --resume --out FOLDER\n",
 }
 
@@ -86,4 +86,4 @@ def test_a_dry_run_lists_the_runs_and_writes_nothing(tmp_path: Path, capsys: pyt
 
 def test_options_beside_resume_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", "--resume", "--lr", "1e-3"]) == 1
-    assert capsys.readouterr().err == "hiap: --resume goes on with the options of the sweep: leave out --lr\n"
+    assert capsys.readouterr().err == "hiap: --resume uses the options of the sweep: leave out --lr\n"

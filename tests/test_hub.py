@@ -189,7 +189,7 @@ def test_what_the_hub_refuses_is_told_in_one_line(
     monkeypatch.setenv("HF_TOKEN", "hf_reads")
     assert pushed("your token may not write to me/new")
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
-    assert pushed("the hub wants a token, and there is none here: run `hf auth login`")
+    assert pushed("the hub needs a token, and there is none here: run `hf auth login`")
     assert pushed("a model on the hub is named USER/NAME; found 'new'", "new")
     monkeypatch.undo()
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # where nobody listens

@@ -110,7 +110,7 @@ def test_int8_is_refused_where_it_cannot_be_had(
         ),
         (onnx | {"calibration": pixels, "batch": 21}, "must be 21 or more images"),
         (onnx | {"calibration": pixels / 0}, "some calibration images have values that are not finite"),
-        ({"out": tmp_path / "a.onnx", "calibration": pixels}, "calibration images are for --quantize int8"),
+        ({"out": tmp_path / "a.onnx", "calibration": pixels}, "calibration images need --quantize int8"),
         (xml, "openvino needs images for INT8: pass --calibration-data FOLDER, or export to onnx"),
         (xml | {"calibration": pixels}, r'INT8 for openvino needs the package nncf .*pip install "hiap\[nncf\]"'),
     ):
@@ -162,7 +162,7 @@ def test_the_command_calibrates_with_the_preprocessing_of_the_model(
     for wrong, message in (
         (["--calibration-data", "photos"], "--calibration-data goes with --quantize int8"),
         (["--calibration-images", "8"], "--calibration-images goes with --calibration-data FOLDER"),
-        (["--quantize", "int8", "--calibration-data", "none"], "'none' is no folder and no CSV file"),
+        (["--quantize", "int8", "--calibration-data", "none"], "'none' is neither a folder nor a CSV file"),
     ):
         assert main(["export", "folder", "-o", "other.onnx", *wrong]) == 1
         assert message in capsys.readouterr().err

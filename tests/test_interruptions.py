@@ -295,7 +295,7 @@ class TestInterruptions:
             file = next(run.rglob("state.json"))
             file.write_text(json.dumps(json.loads(file.read_text()) | {"processes": 2}))
 
-        with pytest.warns(UserWarning, match=r"began with 2 processes and goes on with 1: .* not bit-identical"):
+        with pytest.warns(UserWarning, match=r"began with 2 processes and continues with 1: .* not bit-identical"):
             self.resumed(stopped, tmp_path, change)
 
     def test_a_full_disk_at_the_end_names_the_trained_network(

@@ -183,10 +183,10 @@ def test_a_run_of_one_target_goes_further(tmp_path: Path) -> None:
     prune(tiny(epochs=1), out, data=DATA)
     before = (out / "compact/model.safetensors").read_bytes()
     with pytest.raises(
-        BudgetError, match=r"a target of 60% \(20.102 k MACs\) is not below what is there: the model in"
+        BudgetError, match=r"a target of 60% \(20.102 k MACs\) is not below the last size: the model in"
     ):
         prune(tiny(epochs=1), out, data=DATA, further=True)
-    with pytest.raises(BudgetError, match=r"a target of '?40% params counts something else than 60%, which is in"):
+    with pytest.raises(BudgetError, match=r"a target of '?40% params has another unit than 60%, which is in"):
         prune(tiny(epochs=1, target="40% params"), out, data=DATA, further=True)
     with pytest.raises(BudgetError, match=r"a target of 335 MACs \(1.0%\) is out of reach"):
         prune(tiny(epochs=1, target="1%"), out, data=DATA, further=True)
@@ -215,10 +215,10 @@ def test_a_saved_model_is_pruned_by_its_folder(whole: Any, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"target": "50%,70%"}, "several targets must fall; found 70% after 50%: name the largest model first"),
-        ({"target": "50%,50%"}, "several targets must fall; found 50% after 50%"),
+        ({"target": "50%,70%"}, "several targets must decrease; found 70% after 50%: name the largest model first"),
+        ({"target": "50%,50%"}, "several targets must decrease; found 50% after 50%"),
         ({"target": "70%,69.5%"}, "70% and 69.5% are too close: a model may end 1% below its target"),
-        ({"target": "3x,2x"}, "several targets must fall; found 2x after 3x"),
+        ({"target": "3x,2x"}, "several targets must decrease; found 2x after 3x"),
         ({"target": "70%,0.4G"}, "several targets must have one unit; found 70% and 0.4G: write 70%,50% or"),
         ({"target": "70%,"}, "target '' is not a budget"),
         ({"epochs": 2}, "epochs must be at least 3, one for each target; found 2"),
@@ -309,8 +309,8 @@ def test_the_command_line_goes_further(whole: Any, tmp_path: Path, capsys: pytes
     out = str(tmp_path / "run")
     shutil.copytree(whole[0], out)
     for given, text in (
-        (["--target", "70%"], "a target of 70% (23.453 k MACs) is not below what is there: the model in"),
-        ([], f"--from {out} needs a --target below what is there, such as 25%"),
+        (["--target", "70%"], "a target of 70% (23.453 k MACs) is not below the last size: the model in"),
+        ([], f"--from {out} needs a --target below that run's, such as 25%"),
         (["--target", "40%", "--out", "x", "--model", "y"], "leave out --model, --out"),
         (["--target", "1ms", "--deploy", "batch=8"], "the table and the folder of that run: leave out --deploy"),
     ):

@@ -166,7 +166,7 @@ def test_tables_travel_as_json(tmp_path: Path) -> None:
         ({"outside": [1.0]}, r"outside must be one number; found \[1\]"),
         ({"attention": {"a": 1}}, "attention: costs must be numbers"),
         ({"attention": []}, r"attention must be \[3, 2, 3\] numbers; found \[0\]"),
-        ({"extra": 1}, "'extra' is no field of a table"),
+        ({"extra": 1}, "'extra' is not a field of a table"),
         ({"kernels": "yes"}, "kernels must be true or false; found 'yes'"),
         ({"neuron_step": 0}, "neuron_step must be at least 1"),
         ({"last_ffn": [1.0, 2.0, 3.0]}, "last_attention and last_ffn must be given together"),
@@ -232,8 +232,8 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "wanted", "message"),
     [
-        ({}, {"device": "NVIDIA H200"}, "it is for device 'a machine', wanted is 'NVIDIA H200'"),
-        ({}, {"precision": "fp32"}, "it is for precision 'bf16', wanted is 'fp32'"),
+        ({}, {"device": "NVIDIA H200"}, "it is for device 'a machine'; needed is 'NVIDIA H200'"),
+        ({}, {"precision": "fp32"}, "it is for precision 'bf16'; needed is 'fp32'"),
         ({"embed_dim": 64}, {}, "it is for width 32 and 17 tokens; the model has 64 and 17"),
         ({"img_size": 64}, {}, "the model has 32 and 65"),
         ({"mlp_ratio": 8}, {}, "its grid of neurons ends at 128; the model has 256"),
@@ -304,7 +304,7 @@ def test_targets_and_costs_that_do_not_go_together(tmp_path: Path) -> None:
     for options, message in (
         (
             {"target": "2x", "deploy": "bf16,fast"},
-            r"deploy 'bf16,fast': 'fast' is no runtime \(torch, onnx, openvino\), ",
+            r"deploy 'bf16,fast': 'fast' is not a runtime \(torch, onnx, openvino\), ",
         ),
         ({"target": "2x", "deploy": "8,9"}, "deploy '8,9' names two of one kind: 8 and 9"),
         ({"target": "50%", "deploy": "bf16"}, "deploy needs a target in time, such as 1.8ms or 2.0x"),

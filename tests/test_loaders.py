@@ -81,7 +81,7 @@ def test_an_epoch_has_the_whole_batches_of_the_loader(drop: bool) -> None:
 def test_other_batches_than_those_of_the_configuration_are_refused() -> None:
     with pytest.raises(ValueError) as caught:
         bound(DataLoader(plain(), batch_size=4))
-    assert str(caught.value) == "the training loader has batches of 4, the configuration of 8: make them alike"
+    assert str(caught.value) == "the training loader has batches of 4, the configuration 8: make them equal"
     batches = [(torch.zeros(8, 3, 4, 4), torch.zeros(8, dtype=torch.long))] * 2
     short = (torch.zeros(3, 3, 4, 4), torch.zeros(3, dtype=torch.long))
     data = bound([*batches, short], classes=5)
@@ -135,7 +135,7 @@ def test_what_is_no_data_is_refused(data: Any, message: str) -> None:
         ),
         (
             (torch.zeros(8, 3, 4, 4), torch.zeros(8)),
-            r"labels must be whole numbers, one an image; found torch\.float32",
+            r"labels must be whole numbers, one per image; found torch\.float32",
         ),
         (
             (torch.zeros(8, 3, 4, 4), torch.full((8,), 5)),
@@ -155,7 +155,7 @@ def test_an_empty_validation_loader_is_refused() -> None:
 
 def test_several_processes_need_data_that_knows_of_them() -> None:
     pair = (DataLoader(plain(), batch_size=8),) * 2
-    with pytest.raises(ValueError, match="loaders of one's own are for one process, found 2: pass an object like hiap"):
+    with pytest.raises(ValueError, match="a pair of loaders is for one process, found 2: pass an object like hiap"):
         as_data(pair, Config(batch_size=8), CPU, world=2)
     with pytest.raises(ValueError, match="for one process, found 4"):
         next(as_data(pair, Config(batch_size=8), CPU).train(0, 0, 8, 1, 4))

@@ -304,7 +304,7 @@ def test_evaluate_scores_the_model_that_merges(folder: Path, capsys: pytest.Capt
     assert capsys.readouterr().out.startswith(f"top-1 {top1:.2f} %")
     assert json.loads(out.read_text())["merge_tokens"] == 4
     assert main(["evaluate", "mine.onnx", *given]) == 1
-    assert "mine.onnx is a file already: merge tokens when it is written" in capsys.readouterr().err
+    assert "mine.onnx is an exported file: merge tokens when you write it" in capsys.readouterr().err
 
 
 def test_bench_times_both_models_with_and_without_merging(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -362,7 +362,7 @@ def test_an_onnx_file_merges_like_the_model(folder: Path, capsys: pytest.Capture
     report = json.loads(Path(f"{file}.json").read_text())
     assert (report["merge_tokens"], report["macs"]) == (4, hiap.macs(merged))
     assert main(["export", str(folder), "--merge-tokens", "4", "--format", "timm", "-o", "new"]) == 1
-    assert "timm is a folder of weights, which merge nothing" in capsys.readouterr().err
+    assert "timm is a folder of plain weights" in capsys.readouterr().err
 
 
 def test_the_script_compares_pruning_merging_and_both(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -170,13 +170,13 @@ def test_one_model_alone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "/run holds no classifier, so there is nothing to score but its features: pass --knn or --linear-probe"),
+        ([], "/run has no classifier, so only its features can be scored: pass --knn or --linear-probe"),
         (["--neighbours", "3"], "--neighbours goes with --knn"),
         (["--prompt", "a {}"], "--prompt goes with --zero-shot"),
         (["--against", "dense"], "--against goes with --knn, --linear-probe or --zero-shot and a folder"),
         (["--knn", "--out", "nowhere/a.json"], "nowhere/a.json cannot be written: there is no folder"),
         (["--zero-shot", "nowhere", "--prompt", "a photo"], "--prompt must have {} where the name of a class goes"),
-        (["--zero-shot", "."], ". gives no texts ("),
+        (["--zero-shot", "."], ". cannot encode texts ("),
     ],
 )
 def test_what_cannot_be_probed(
@@ -286,5 +286,5 @@ def test_a_pruned_image_tower_still_meets_the_texts_of_its_model(
 
     braces = class_texts(str(tmp_path / "clip"), ["3", "7"], "{x} of {}", torch.device("cpu"))
     assert braces.shape == (2, 12)  # other braces are text
-    with pytest.raises(InputError, match="gives no texts"):
+    with pytest.raises(InputError, match="cannot encode texts"):
         class_texts(str(tmp_path / "run/compact"), ["a"], "{}", torch.device("cpu"))

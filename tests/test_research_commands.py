@@ -23,7 +23,7 @@ FOLDER = Path(compare.__file__).parent
         ("--target 2Mparams", "must be in MACs"),
         ("--target 2ms", "must be in MACs, such as 50% or 0.6G, or pass --cost TABLE; found 2ms"),
         ("--methods hiap_time", "hiap_time has a target in time: pass --cost TABLE"),
-        ("--methods hiap_time --target 2ms --cost table.json", "table.json is no table of `hiap measure`"),
+        ("--methods hiap_time --target 2ms --cost table.json", "table.json is not a table of `hiap measure`"),
         ("--set lr=1e-3", "use --rates"),
         ("--set dense_epochs=3", "different starts"),
         ("--set distill_features=1 --methods hiap,torch_pruning_taylor", "whose networks are narrower"),

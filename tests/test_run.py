@@ -207,7 +207,7 @@ class TestModelsAndDataOfOnesOwn:
 
         monkeypatch.setattr("timm.create_model", fetched)
         for data, text in (
-            ("nowhere", "is no folder"),
+            ("nowhere", "is not a folder"),
             ("table.csv", "there is no such file"),
             (str(Path(__file__).parent), "must hold the folders train and val"),
         ):

@@ -57,7 +57,7 @@ class TestRefusesToSave:
         with pytest.raises(hiap.CheckpointError, match="is or holds the working folder"):
             hiap.save(compact_of(), ".")
         Path("file").write_text("mine")
-        with pytest.raises(hiap.CheckpointError, match="cannot be made a folder"):
+        with pytest.raises(hiap.CheckpointError, match="cannot be created as a folder"):
             hiap.save(compact_of(), "file/model")
         hiap.save(compact_of(), "model/")
         assert hiap.load("model").training is False

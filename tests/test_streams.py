@@ -82,7 +82,7 @@ class TestStreams:
         (tmp_path / "_info.json").write_text('{"splits": {"train": {"name": "train", "filenames": ["a.tar"]}}}')
         with pytest.raises(ValueError, match=r"num_samples, .*for train: 'num_samples'"):
             opened(f"wds/none:{tmp_path}")
-        with pytest.raises(ValueError, match=r"no timm data set that can be read \(torch/\.\.\., .*wds/\.\.\.\)"):
+        with pytest.raises(ValueError, match=r"a timm data set that can be read \(torch/\.\.\., .*wds/\.\.\.\)"):
             opened("wds:" + str(tmp_path))
         monkeypatch.setattr("hiap.data.sources.find_spec", lambda name: None)
         with pytest.raises(ValueError, match="is read with webdataset, which is missing: pip install webdataset"):
@@ -101,7 +101,7 @@ class TestStreams:
                 pictures = [Image.new("L", (20, 24), i) for i in chosen]
                 rows = datasets.Dataset.from_dict({"image": pictures, "label": chosen}, features=features)
                 rows.to_parquet(folder / f"{split}-{shard:05}-of-{count:05}.parquet")
-        with pytest.raises(ValueError, match=r"does not say how many images its split train has; it tells of \[\]"):
+        with pytest.raises(ValueError, match=r"does not say how many images its split train has; it lists \[\]"):
             opened(data)
         listed = "".join(f"          '{i}': {name}\n" for i, name in enumerate(names))
         sizes = "".join(

@@ -45,8 +45,8 @@ class TestTables:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("", "must list training images, one a line as path,label; found none"),
-            ("path,label\n", "must list training images, one a line as path,label; found none"),
+            ("", "must list training images, one per line as path,label; found none"),
+            ("path,label\n", "must list training images, one per line as path,label; found none"),
             ("train/cat/0.png\n", r"line 1 of .* must be path,label or path,label,split; found \['train/cat/0\.png'\]"),
             ("path,label\ntrain/cat/0.png,\n", "line 2 of .* must be path,label or path,label,split"),
             ("train/cat/0.png,cat,trian\n", "line 1 of .*: the split must be train or val; found 'trian'"),
@@ -54,10 +54,10 @@ class TestTables:
                 "a.png,x\nb.png,y\nc.png,y\nd.png,x\n",
                 "4 files of .* are missing: a.png, b.png, c.png and 1 more; paths",
             ),
-            ("train/cat/0.png,cat\n", r"must have two classes or more; found \['cat'\]"),
+            ("train/cat/0.png,cat\n", r"must have at least two classes; found \['cat'\]"),
             (
                 "train/cat/0.png,cat,train\ntrain/dog/0.png,dog,train\nval/cat/0.png,fox,val\n",
-                r"has classes for validation that are not trained: \['fox'\]",
+                r"has validation classes that are not in the training part: \['fox'\]",
             ),
         ],
     )
@@ -68,7 +68,7 @@ class TestTables:
 
     def test_what_is_no_table_is_refused(self, table: Path, tmp_path: Path) -> None:
         table.write_bytes(b"\xff\xfe\x00")
-        with pytest.raises(ValueError, match=r"photos\.csv is no CSV file in UTF-8"):
+        with pytest.raises(ValueError, match=r"photos\.csv is not a CSV file in UTF-8"):
             opened(table)
         with pytest.raises(ValueError, match=r"'.*none\.csv' cannot be read: .*No such file"):
             opened(tmp_path / "none.csv")

@@ -153,7 +153,7 @@ def test_a_teacher_that_does_not_fit_is_refused_before_anything_is_written(
     monkeypatch.setattr("timm.create_model", lambda name, pretrained=False, **rest: create(name, **rest))
     torch.save(create("resnet10t", num_classes=3).state_dict(), tmp_path / "three.pth")
     for teacher, weights, words in (
-        ("resnet1000", None, r"teacher resnet1000 cannot be had \(Unknown model"),
+        ("resnet1000", None, r"teacher resnet1000 cannot be loaded \(Unknown model"),
         ("resnet10t", None, "resnet10t has 1000 classes and 3 channels, the data 10 and 1"),
         ("resnet10t", "three.pth", "three.pth does not fit the teacher resnet10t with the 10 classes of the data"),
     ):

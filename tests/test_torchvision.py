@@ -203,7 +203,7 @@ def test_a_name_or_weights_that_torchvision_does_not_have_are_refused() -> None:
         "torchvision cannot make the model torchvision:resnet18: it has no ViT 'resnet18'; known: vit_b_16, vit_b_32, "
         "vit_l_16, vit_l_32, vit_h_14"
     )
-    with pytest.raises(hiap.ConfigError, match=r"weights of torchvision:vit_b_16 cannot be had \(no network\)"):
+    with pytest.raises(hiap.ConfigError, match=r"weights of torchvision:vit_b_16 cannot be loaded \(no network\)"):
         create_model("torchvision:vit_b_16", True, {})
     with pytest.raises(
         hiap.ConfigError, match=r"torchvision cannot make the model torchvision:vit_b_16 with \{'heads'"
@@ -223,5 +223,5 @@ def test_options_of_timm_are_refused_for_a_folder_of_torchvision(tmp_path: Path)
     compact = hiap.extract(make(), any_family.ragged(make(), 0))
     hiap.save(compact, tmp_path / "compact")
     assert type(timm.create_model(f"local-dir:{tmp_path / 'compact'}")) is type(compact)
-    with pytest.raises(hiap.InputError, match="VisionTransformer, which is no model of timm: img_size cannot be set"):
+    with pytest.raises(hiap.InputError, match="VisionTransformer, which is not a timm model: img_size cannot be set"):
         timm.create_model(f"local-dir:{tmp_path / 'compact'}", img_size=32)

@@ -130,7 +130,7 @@ class TestFolder:
             ("hf", {"img_size": 18}, "img_size must be square and a multiple of the 4x4 patch; found 18"),
             ("bert", {}, "is a bert, which cannot be pruned; known: clip, "),
             ("siglip2", {}, "is a siglip2_vision_model, which cannot be pruned: it takes packed patches"),
-            ("empty", {}, "cannot be had .* Pass hf: and a folder that save_pretrained wrote"),
+            ("empty", {}, "cannot be loaded .* Pass hf: and a folder that save_pretrained wrote"),
         ):
             with pytest.raises(hiap.ConfigError, match=words):
                 trained_model(f"hf:{tmp_path / name}", None, True, arguments)

@@ -23,7 +23,7 @@ def test_any_folder_of_images_will_do(tmp_path: Path) -> None:
     pictures(tmp_path / "split/val/cat", 3)
     assert [len(part) for part in list_images(str(tmp_path / "split"), None)] == [7, 3]
     pictures(tmp_path / "one", 1)
-    with pytest.raises(InputError, match="must hold two images or more, to train and to validate on; found 1"):
+    with pytest.raises(InputError, match="must hold at least two images, to train and to validate on; found 1"):
         list_images(str(tmp_path / "one"), None)
 
 

@@ -188,7 +188,7 @@ NO_WEIGHTS: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda p: torch.save({"a": torch.ones(1), "epoch": 3}, p),
         "'epoch' is of type int, not a tensor",
     ),
-    "a number for a name": ("a.pth", lambda p: torch.save({1: torch.ones(1)}, p), "the name 1 is no text"),
+    "a number for a name": ("a.pth", lambda p: torch.save({1: torch.ones(1)}, p), "the name 1 is not text"),
     "sparse": ("a.pth", lambda p: torch.save({"a": torch.eye(2).to_sparse()}, p), "'a' is sparse"),
     "meta": ("a.pth", lambda p: torch.save({"a": torch.ones(2, device="meta")}, p), "'a' is sparse, quantised or wi"),
     "nested twice": (

@@ -87,7 +87,7 @@ class Controller:
         self.target, self.mode, self.window = target, mode, window
         if ratio[0] and all("qk_dim" in kinds for kinds in self.kinds if kinds) and ratio[0] != ratio[1]:
             raise BudgetError(
-                "with qk_dim gates nothing of a head is fixed and the macro term is empty: leave the ratio 1:1"
+                "with qk_dim gates heads have no fixed cost, so the macro term is empty: leave the ratio at 1:1"
             )
         self.weight = {kind: ratio[0] if kind in MACRO else ratio[1] for kinds in self.kinds for kind in kinds}
         self.all_gates = list(gates(model))

@@ -44,7 +44,7 @@ class Deployment:
             kind = "batch" if word.isascii() and word.isdigit() and int(word) > 0 else kinds.get(word)
             if kind is None:
                 raise InputError(
-                    f"deploy {text!r}: {word!r} is no runtime ({', '.join(RUNTIMES)}), precision "
+                    f"deploy {text!r}: {word!r} is not a runtime ({', '.join(RUNTIMES)}), precision "
                     f"({', '.join(PRECISIONS)}), mode ({', '.join(MODES)}) or batch size; write it as bf16,256,compile"
                 )
             if kind in seen:

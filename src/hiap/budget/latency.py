@@ -139,12 +139,12 @@ class LatencyTable:
                 content = file.read(LARGEST + 1)
             data = json.loads(content) if len(content) <= LARGEST else None
         except (ValueError, OSError, RecursionError) as error:
-            raise LatencyError(f"{name} is no table of `hiap measure`: {error}") from error
+            raise LatencyError(f"{name} is not a table of `hiap measure`: {error}") from error
         if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
-            raise LatencyError(f"{name} is no table of `hiap measure` in format {FORMAT}")
+            raise LatencyError(f"{name} is not a table of `hiap measure` in format {FORMAT}")
         own = {field.name: field.default is MISSING for field in fields(cls)}
         wrong = [f"{one} is missing" for one, needed in own.items() if needed and one not in data]
-        wrong += [f"{reprlib.repr(one)} is no field of a table" for one in data if one not in own]
+        wrong += [f"{reprlib.repr(one)} is not a field of a table" for one in data if one not in own]
         if wrong:
             raise LatencyError(f"{name}: the table is wrong:\n  " + "\n  ".join(wrong[:SHOWN]))
         table = cls(**data)
@@ -277,7 +277,7 @@ class LatencyCost(Cost):
 
 def _check_fit(model: nn.Module, table: LatencyTable, device: str | None, precision: str | None) -> None:
     wrong = [
-        f"it is for {name} {found!r}, wanted is {wanted!r}"
+        f"it is for {name} {found!r}; needed is {wanted!r}"
         for name, found, wanted in (("device", table.device, device), ("precision", table.precision, precision))
         if wanted is not None and found != wanted
     ]

@@ -86,7 +86,9 @@ def check_falling(texts: Sequence[str]) -> None:
                 f"several targets must have one unit; found {before} and {after}: write 70%,50% or 0.8G,0.5G or 2x,3x"
             )
         if small.absolute(1.0) >= large.absolute(1.0):
-            raise BudgetError(f"several targets must fall; found {after} after {before}: name the largest model first")
+            raise BudgetError(
+                f"several targets must decrease; found {after} after {before}: name the largest model first"
+            )
         if small.absolute(1.0) > (1 - NEAR) * large.absolute(1.0):
             raise BudgetError(f"{before} and {after} are too close: a model may end {NEAR:.0%} below its target")
 

@@ -73,7 +73,7 @@ def read_options(options: argparse.Namespace) -> Config:
     if options.config is None and "data" not in given:
         raise InputError(
             f"hiap {options.command} needs images: --data FOLDER with train/ and val/ (or --val-split 0.1), the model "
-            "they are for (--model NAME, --weights FILE) and a --target such as 50%. `hiap demo` runs without any"
+            "they are for (--model NAME, --weights FILE) and a --target such as 50%. `hiap demo` needs none of these"
         )
     return read_config(options.config, given)
 
@@ -116,9 +116,9 @@ def listed(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
         try:
             found = [kind(part) for part in text.split(",") if part]
         except ValueError as error:
-            raise argparse.ArgumentTypeError(f"must be values with commas between them: {error}") from error
+            raise argparse.ArgumentTypeError(f"must be comma-separated values: {error}") from error
         if text and not found:
-            raise argparse.ArgumentTypeError(f"must be values with commas between them; found {text!r}")
+            raise argparse.ArgumentTypeError(f"must be comma-separated values; found {text!r}")
         return found
 
     return read
@@ -140,7 +140,7 @@ def _object(text: str) -> Any:
     try:
         found = json.loads(text, parse_constant=refuse)
     except RecursionError:
-        raise argparse.ArgumentTypeError("must be a JSON object; found values nested without end") from None
+        raise argparse.ArgumentTypeError("must be a JSON object; found values nested too deeply") from None
     except ValueError as error:
         raise argparse.ArgumentTypeError(
             f"must be a JSON object such as '{{\"depth\": 6}}'; found {text[:80]!r} ({error})"

@@ -42,7 +42,7 @@ def calibration_images(source: str, model: Any, count: int) -> Any:
         elif Path(source).suffix.lower() == ".csv":
             train, val = read_table(source, None, labels=False)
         else:
-            raise InputError(f"--calibration-data {source!r} is no folder and no CSV file")
+            raise InputError(f"--calibration-data {source!r} is neither a folder nor a CSV file")
     except OSError as error:
         raise InputError(f"--calibration-data {source!r} cannot be read: {error}") from error
     chosen = Subset(train, sorted(order(0, 0, len(train))[:count].tolist()))  # type: ignore[arg-type, var-annotated]

@@ -44,17 +44,17 @@ def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
     command.add_argument(
         "--batch-size", type=positive, default=None, help="images at a time (default 256, on a CPU 64)"
     )
-    merging = "merge so many tokens in each block, for speed; the model of --against stays as it is"
+    merging = "merge this many tokens in each block, for speed; the --against model does not merge"
     command.add_argument("--merge-tokens", type=positive, metavar="R", help=merging)
-    rounding = "with 8-bit weights by torchao: int8, or fp8 (a CUDA device of compute capability 8.9 or newer)"
+    rounding = "8-bit weights with torchao: int8, or fp8 (a CUDA device of compute capability 8.9 or newer)"
     command.add_argument("--quantize", metavar="KIND", help=rounding)
     command.add_argument("--out", dest="json", metavar="FILE", help="write the figures here, as JSON")
     add = command.add_argument_group("features, instead of the classifier").add_argument
     add("--knn", action="store_true", help="top-1 of the nearest training images, by cosine similarity")
     add("--neighbours", type=positive, help="how many of them vote (default 20)")
     add("--linear-probe", action="store_true", help="top-1 of a logistic regression on the training images")
-    add("--zero-shot", metavar="FOLDER", help="top-1 by the names of the classes; of a whole CLIP or SigLIP model")
-    add("--prompt", metavar="TEXT", help=f"the text of a class, for --zero-shot (default {PROMPT!r})")
+    add("--zero-shot", metavar="FOLDER", help="top-1 from the class names; FOLDER has the whole CLIP or SigLIP model")
+    add("--prompt", metavar="TEXT", help=f"the text for a class, with --zero-shot (default {PROMPT!r})")
     add("--against", metavar="WHICH", help="compare with 'dense', the dense model of the run, or with another folder")
 
 
@@ -84,15 +84,15 @@ def run(options: argparse.Namespace) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     exported = options.folder is not None and format_of(options.folder) is not None
     if exported and options.merge_tokens:
-        raise InputError(f"{options.folder} is a file already: merge tokens when it is written (hiap export)")
+        raise InputError(f"{options.folder} is an exported file: merge tokens when you write it (hiap export)")
     if exported and options.quantize:
-        raise InputError(f"{options.folder} is a file already: round its weights when it is written (hiap export)")
+        raise InputError(f"{options.folder} is an exported file: quantise it when you write it (hiap export)")
     if probes and options.quantize:
         raise InputError("--quantize is for the classifier: leave out --knn, --linear-probe and --zero-shot")
     if options.quantize:
         check_eight_bits(options.quantize, device)
     if exported and probes:
-        raise InputError(f"{options.folder} gives logits alone: --knn, --linear-probe and --zero-shot go with a folder")
+        raise InputError(f"{options.folder} gives only logits: --knn, --linear-probe and --zero-shot need a folder")
     objective = {"objective": "features"} if probes else {}
     # what it would be pruned to does not matter
     config = read_config(None, {"lambda_macro": 0.0, **objective, **given})
@@ -137,9 +137,7 @@ def _classified(
 
     classes = family_of(model).classes(model)
     if classes == 0:
-        raise InputError(
-            f"{given} holds no classifier, so there is nothing to score but its features: pass --knn or --linear-probe"
-        )
+        raise InputError(f"{given} has no classifier, so only its features can be scored: pass --knn or --linear-probe")
     config.model_args = {"num_classes": classes}
     data = load_data(config, model, device)
     if data.classes != classes:
@@ -213,7 +211,7 @@ def _labelled_data(options: Any, config: Any, model: Any, device: Any) -> Any:
     if (options.knn or options.linear_probe) and not hasattr(data, "bank"):
         raise InputError(f"--data {config.data}: its training images cannot be read without augmentation")
     if options.zero_shot is not None and not data.class_names:
-        raise InputError(f"--data {config.data}: the names of its classes are not known, which --zero-shot needs")
+        raise InputError(f"--data {config.data}: its class names are not known, and --zero-shot needs them")
     return data
 
 

@@ -30,7 +30,7 @@ def evaluate_file(file: str, config: Config, batch: int = 64) -> dict[str, float
     about = model.about
     classes, names = about["classes"], about["class_names"]
     if not classes:
-        raise InputError(f"{file} holds no classifier, so there is nothing to score")
+        raise InputError(f"{file} has no classifier, so there is nothing to score")
     loading = Loading(
         size=(about["size"][0], about["size"][1]),
         normalisation=(config.mean or about["mean"], config.std or about["std"]),

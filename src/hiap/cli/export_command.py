@@ -26,21 +26,19 @@ EXAMPLES = """examples:
 def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
     add = command.add_argument
     add("folder", help="a folder written by hiap.save, or that of a run")
-    form = (
-        "by default what the name of the file says: .onnx, .xml (OpenVINO) or .pt2; transformers and timm are folders"
-    )
+    form = "by default from the file extension: .onnx, .xml (OpenVINO) or .pt2; transformers and timm are folders"
     add("--format", choices=(*FORMATS, *FOLDERS), help=form)
-    add("--precision", choices=PRECISIONS_OUT, default="fp32", help="of the weights (default fp32)")
-    add("--quantize", choices=QUANTIZATIONS, help="round the weights to 8 bits, and compute with them (onnx, openvino)")
-    images = "folder or CSV file of images, to find the ranges of activations from (faster than without)"
+    add("--precision", choices=PRECISIONS_OUT, default="fp32", help="precision of the weights (default fp32)")
+    add("--quantize", choices=QUANTIZATIONS, help="round the weights to 8 bits and compute in 8 bits (onnx, openvino)")
+    images = "folder or CSV file of images to measure the ranges of activations on; makes the file faster"
     add("--calibration-data", metavar="FOLDER", help=images)
-    count = "images to take from it, spread over all of them (default 300)"
+    count = "number of images to use from it (default 300)"
     add("--calibration-images", type=positive, metavar="N", help=count)
     batch = "images at a time: a number, or dynamic for any number (default dynamic)"
     add("--batch-size", "--batch", dest="batch", type=_batch, default=None, metavar="N", help=batch)
-    add("--merge-tokens", type=positive, metavar="R", help="merge so many tokens in each block, for speed")
+    add("--merge-tokens", type=positive, metavar="R", help="merge this many tokens in each block, for speed")
     add("-o", "--out", dest="out", metavar="FILE", required=True, help="file to write; a report goes to FILE.json")
-    add("--overwrite", action="store_true", help="replace files that are there")
+    add("--overwrite", action="store_true", help="replace existing files")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -52,12 +50,12 @@ def run(options: argparse.Namespace) -> int:
     if options.calibration_images and not options.calibration_data:
         raise InputError("--calibration-images goes with --calibration-data FOLDER")
     if options.merge_tokens and options.format in FOLDERS:
-        raise InputError(f"--merge-tokens is for files; {options.format} is a folder of weights, which merge nothing")
+        raise InputError(f"--merge-tokens is for files; {options.format} is a folder of plain weights")
     model = hiap.load(compact_folder(options.folder))
     if options.merge_tokens:
         model = hiap.merge_tokens(model, options.merge_tokens)
     if options.format in FOLDERS and isinstance(model, Merged):
-        print(f"{options.format} is a folder of weights, which merge nothing: tokens are not merged", file=sys.stderr)
+        print(f"{options.format} is a folder of plain weights: tokens are not merged", file=sys.stderr)
         model = model.model
     calibration = None
     if options.calibration_data:
@@ -95,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
     if times:
         print(f"batch {report['timed_batch']:<5} {', '.join(times)}")
     if load:
-        print(f"load it by  {load}")
+        print(f"load with   {load}")
     return 0
 
 

@@ -37,9 +37,7 @@ def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
         metavar="RUN",
         help="add the target to a finished run: prune its smallest model further, into RUN/TARGET",
     )
-    command.add_argument(
-        "--resume", action="store_true", help="go on with the run in OUT, whose options are read there"
-    )
+    command.add_argument("--resume", action="store_true", help="continue the run in OUT, with its saved options")
     command.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
     add_config(command, every_option)
 
@@ -63,10 +61,10 @@ def _further(options: argparse.Namespace) -> int:
     if wrong:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
         raise InputError(
-            f"--from {options.source} goes on with the model, the table and the folder of that run: leave out {flags}"
+            f"--from {options.source} uses the model, the table and the folder of that run: leave out {flags}"
         )
     if "target" not in given:
-        raise InputError(f"--from {options.source} needs a --target below what is there, such as 25%")
+        raise InputError(f"--from {options.source} needs a --target below that run's, such as 25%")
     config = further_config(Path(options.source), given)
     if options.print_config:
         print(config.to_yaml(), end="")

@@ -31,7 +31,7 @@ def report(result: Any) -> None:
         print(f"{row[0]:18} {row[1]:>12} {row[2]:>12}  {row[3]}")
     print(speed_note(found))
     if missed := _missed(record, config.target):
-        print(f"{missed}; `hiap bench {run}` times both again, best on a machine with nothing else to do")
+        print(f"{missed}; `hiap bench {run}` times both again, best on an idle machine")
     search, recover = (record["course"].get(stage) for stage in ("search", "recover"))
     saved = recover["epochs"] * (search["fastest"] - recover["fastest"]) if search and recover else 0.0
     more = f"; without the shrink about {saved:.0f} s more" if saved >= 0.5 and record["shrunk"] else ""

@@ -27,8 +27,8 @@ def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
         action="append",
         metavar="OPTION=A,B",
         default=[],
-        help="an option of `hiap prune` and its values; with semicolons between values that have commas themselves. "
-        "May be given several times",
+        help="an option of `hiap prune` and its values, separated by commas, or by semicolons if the values contain "
+        "commas; may be given several times",
     )
     command.add_argument(
         "--out", default="runs/sweep", help="folder of the sweep, with a run folder inside for each combination"
@@ -42,7 +42,7 @@ def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
         help="run on a Ray cluster: the one at this address or, without an address, the one that RAY_ADDRESS names, "
         "one that runs here, or a new one on this machine",
     )
-    command.add_argument("--resume", action="store_true", help="go on with the sweep in OUT, with all of its options")
+    command.add_argument("--resume", action="store_true", help="continue the sweep in OUT, with its saved options")
     command.add_argument("--dry-run", action="store_true", help="check and list all runs of the sweep, and exit")
     add_config(command, every_option)
 
@@ -58,7 +58,7 @@ def planned_runs(options: argparse.Namespace) -> list[tuple[dict[str, str], str,
     twice = [axis.option for axis in axes if getattr(options, axis.option) is not None]
     if twice:
         flag = f"--{twice[0].replace('_', '-')}"
-        raise InputError(f"{flag} is given and is in the grid too: leave one of them out")
+        raise InputError(f"{flag} is given and also in the grid: leave one of them out")
     values: dict[tuple[str, str], Any] = {}
     for axis in axes:
         for text in axis.values:
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
         raise InputError("hiap sweep needs something to vary, such as --grid target=35%,50%; or --resume --out FOLDER")
     if not options.grid and (given := given_options(options)):
         flag = f"--{next(iter(given)).replace('_', '-')}"
-        raise InputError(f"--resume goes on with the options of the sweep: leave out {flag}")
+        raise InputError(f"--resume uses the options of the sweep: leave out {flag}")
     planned = planned_runs(options) if options.grid else []
     if options.dry_run:
         from hiap.sweep.sweep_folder import read_members  # which needs torch

@@ -95,7 +95,7 @@ def list_folder(data: str, share: float | None) -> tuple[Files, Files]:
         class_names = _class_names(train, data)
         return _parted(train, class_names, data, share)
     if len(set(parts) - {"test"}) > 1:
-        warnings.warn(f"{data} has the folders {', '.join(parts)}: {parts[0]} is taken for validation", stacklevel=2)
+        warnings.warn(f"{data} has the folders {', '.join(parts)}: {parts[0]} is used for validation", stacklevel=2)
     val = _walk(os.path.join(data, parts[0]), data)
     class_names = _class_names(train, data)
     return Files(train, class_names, data), Files(_trained(val, class_names, data), class_names, data)
@@ -157,7 +157,7 @@ def read_table(data: str, share: float | None, labels: bool = True) -> tuple[Fil
     train, other = parts["train"], parts["val"] + parts["validation"] + parts["valid"] or parts["test"]
     if not train:
         raise InputError(
-            f"{data} must list training images, one a line as {'path,label' if labels else 'path'}; found none"
+            f"{data} must list training images, one per line as {'path,label' if labels else 'path'}; found none"
         )
     missing = [path for path, _ in (*train, *other) if not os.path.isfile(path)]
     if missing:
@@ -189,7 +189,7 @@ def _cells(rows: Iterable[list[str]], data: str) -> Iterator[list[str]]:
         for row in rows:
             yield [cell.strip() for cell in row]
     except (csv.Error, UnicodeDecodeError) as error:
-        raise InputError(f"{data} is no CSV file in UTF-8: {error}") from error
+        raise InputError(f"{data} is not a CSV file in UTF-8: {error}") from error
 
 
 def _parted(train: Listing, class_names: list[str], root: str, share: float) -> tuple[Files, Files]:
@@ -208,7 +208,7 @@ def _unlabelled(train: Listing, val: Listing, data: str, root: str, share: float
     """
     if not val:
         if len(train) < 2:
-            raise InputError(f"{data} must hold two images or more, to train and to validate on; found {len(train)}")
+            raise InputError(f"{data} must hold at least two images, to train and to validate on; found {len(train)}")
         names = [name for _, name in train]
         names = names if len(set(names)) < len(names) else [UNLABELLED] * len(names)  # no class has two
         first, second = split_off(names, min(SHARE, MOST / len(train)) if share is None else share)
@@ -283,10 +283,10 @@ def _walk(folder: str, root: str, labels: bool = True) -> Listing:
             f"the kinds are {', '.join(types)}"
         )
     if empty and labels:
-        warnings.warn(f"there is no image in {named(sorted(empty))}: no class is made of it", stacklevel=4)
+        warnings.warn(f"there is no image in {named(sorted(empty))}: it does not count as a class", stacklevel=4)
     if stray:
         names = named(sorted(os.path.relpath(path, root) for path, _ in stray))
-        warnings.warn(f"images outside the folders of classes are left out: {names}", stacklevel=4)
+        warnings.warn(f"images outside the class folders are left out: {names}", stacklevel=4)
     return sorted(sorted(found), key=lambda one: natural_key(one[0]))  # the same everywhere, where 01 is also 1
 
 
@@ -294,14 +294,14 @@ def _class_names(train: Iterable[tuple[str, str]], data: str) -> list[str]:
     names = sorted(sorted({name for _, name in train}), key=natural_key)  # 01 and 1, a and A have one key
     if len(names) < 2:
         raise InputError(
-            f"{data} must have two classes or more; found {names}"
+            f"{data} must have at least two classes; found {names}"
             if Path(data).is_file()
-            else f"{data} must hold a folder a class in train and val, images right in it; found {names}"
+            else f"{data} must hold one folder per class in train and val, with images directly in it; found {names}"
         )
     return names
 
 
 def _trained(val: Listing, class_names: list[str], data: str) -> Listing:
     if more := sorted({name for _, name in val} - set(class_names)):
-        raise InputError(f"{data} has classes for validation that are not trained: {more}")
+        raise InputError(f"{data} has validation classes that are not in the training part: {more}")
     return val

@@ -56,7 +56,7 @@ class LoaderData:
                 kind = type(loader).__name__
                 raise KindError(f"the {name} loader must yield (images, labels), as a DataLoader does; found {kind}")
         if not _sized(train):
-            raise KindError("the training loader must have a length, so that an epoch has; give its data set one")
+            raise KindError("the training loader must have a length, which is that of an epoch; give its data set one")
         self._train, self._val, self._labels = train, val, labels
         found, names = _classes(getattr(train, "dataset", None)) if labels else (1, None)
         self.class_names = class_names or (names if classes in (None, found) else None)
@@ -75,15 +75,15 @@ class LoaderData:
         """
         if world > 1:
             raise InputError(
-                f"loaders of one's own are for one process, found {world}: pass an object like hiap.Data, which knows "
-                "which images are whose"
+                f"a pair of loaders is for one process, found {world}: pass an object like hiap.Data, which knows the "
+                "images of each process"
             )
         own = _batch_size(self._train)
         batch = batch or own or 0
         if not batch:
-            raise InputError("the training loader does not say its batch_size: pass it in the configuration")
+            raise InputError("the training loader has no batch_size: pass it in the configuration")
         if own not in (None, batch):
-            raise InputError(f"the training loader has batches of {own}, the configuration of {batch}: make them alike")
+            raise InputError(f"the training loader has batches of {own}, the configuration {batch}: make them equal")
         other = copy.copy(self)
         other._batch, other._device, other._seed = batch, device, seed
         return other
@@ -120,7 +120,7 @@ class LoaderData:
         for images, labels in islice(bound._pass(self._train, epoch), start, bound.steps):
             if len(labels) != batch:
                 raise InputError(
-                    f"batch {position} of the training loader has {len(labels)} images, not {batch}: make all alike, "
+                    f"batch {position} of the training loader has {len(labels)} images, not {batch}: make all equal, "
                     "with drop_last=True"
                 )
             yield images.to(self._device, non_blocking=True), labels.to(self._device, non_blocking=True)
@@ -170,7 +170,7 @@ class LoaderData:
         if not isinstance(images, Tensor) or images.ndim != 4 or not images.is_floating_point():
             raise InputError(f"images must be normalised float tensors (B, C, H, W); found {_say(images)}")
         if not isinstance(labels, Tensor) or labels.shape != images.shape[:1] or labels.dtype.is_floating_point:
-            raise InputError(f"labels must be whole numbers, one an image; found {_say(labels)} for {len(images)}")
+            raise InputError(f"labels must be whole numbers, one per image; found {_say(labels)} for {len(images)}")
         if labels.device.type == "cpu" and len(labels):
             wrong = labels[(labels < 0) | (labels >= self.classes)]
             if len(wrong):

@@ -121,7 +121,7 @@ def _open_stream(
     if hold:
         raise InputError(f"{data} is a stream, which is not held in memory: use --data-device loader")
     if val_split is not None:
-        raise InputError(f"{data} is a stream, which --val-split cannot take apart: give it a split called validation")
+        raise InputError(f"{data} is a stream, which --val-split cannot split: give it a split called validation")
     first, second = (open_stream(name, root, split, *keys) for split in SPLITS)
     classes = len(first.class_names) if first.class_names else classes
     if classes is None:
@@ -161,16 +161,16 @@ def _open_named(
         other = _class_index(sets[1])
         if index != other:  # validation has labels of its own: it gets those of training
             if more := sorted(set(other) - set(index)):
-                raise InputError(f"{data} has classes for validation that are not trained: {more}")
+                raise InputError(f"{data} has validation classes that are not in the training part: {more}")
             if not hub:
                 missing = sorted(set(index) - set(other))
                 raise InputError(
-                    f"{data} has no validation images of {missing}, and its labels differ without: add some"
+                    f"{data} has no validation images of {missing}, and without them its labels differ: add some"
                 )
             sets = [train, create("validation", class_map=index)]
     class_names = sorted(index, key=index.__getitem__) if index else None
     if class_names and len(class_names) < 2:
-        raise InputError(f"{data} must have two classes or more; found {class_names}")
+        raise InputError(f"{data} must have at least two classes; found {class_names}")
     return sets, class_names
 
 
@@ -197,7 +197,7 @@ def _locate(data: str) -> tuple[str, str]:
     if not slash or kind not in KINDS:
         known = ", ".join(f"{kind}/..." for kind in KINDS)
         raise InputError(
-            f"--data {data!r} is no folder, no timm data set that can be read ({known}), no CSV file and not 'digits'"
+            f"--data {data!r} is not a folder, a timm data set that can be read ({known}), a CSV file or 'digits'"
         )
     if find_spec(KINDS[kind]) is None:
         raise InputError(f"--data {data!r} is read with {KINDS[kind]}, which is missing: pip install {KINDS[kind]}")

@@ -146,8 +146,8 @@ class Hub:
         splits, features = builder.info.splits or {}, builder.info.features or {}
         if split not in splits or not splits[split].num_examples:
             raise InputError(
-                f"hfids/{name} does not say how many images its split {split} has; it tells of {list(splits)}. They "
-                f"must be in the dataset_info of its README.md; hfds/{name} counts them itself"
+                f"hfids/{name} does not say how many images its split {split} has; it lists {list(splits)}. The "
+                f"numbers must be in the dataset_info of its README.md; hfds/{name} counts them itself"
             )
         if features:
             check_columns(f"hfids/{name}", list(features), image, label)

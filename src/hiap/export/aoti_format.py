@@ -28,7 +28,7 @@ class _Aoti(ExportFormat):
             cpp_builder.get_cpp_compiler()
         except Exception as error:  # of its own class, and of the system
             raise InputError(
-                f"aoti compiles C++, and finds no compiler ({error}): install g++, or name one in the variable CXX"
+                f"aoti needs a C++ compiler and found none ({error}): install g++, or name one in the variable CXX"
             ) from error
 
     def write(self, program: Any, file: Path, about: str, precision: str) -> None:

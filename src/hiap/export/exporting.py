@@ -46,7 +46,7 @@ def export_model(
             "transformers" and "timm" write a folder that these libraries read.
         precision: "fp32" or "fp16", of weights and of what is computed between images and logits.
         batch: images at a time; by default any number.
-        overwrite: replace files that are there.
+        overwrite: replace existing files.
         say: is told of progress.
         quantize: "int8" stores the weights as INT8, and computes the products with them so. What that changes is
             measured and reported; there is no bound on it.
@@ -142,7 +142,7 @@ def _check(target: Path, form: str | None, precision: str, batch: int | None, ov
         raise InputError(f"{target} cannot be written: it is a folder")
     name = SUFFIXES.get(target.suffix.lower()) if form is None else form  # whatever is there now
     if name is None:
-        raise InputError(f"{target} does not say its format: name it {', '.join(f'FILE{one}' for one in SUFFIXES)}")
+        raise InputError(f"{target} has no known extension: name it {', '.join(f'FILE{one}' for one in SUFFIXES)}")
     kind = find_format(name)
     if target.suffix != kind.suffix:
         raise InputError(f"a file of {kind.name} ends in {kind.suffix}; found {target}")
@@ -166,7 +166,7 @@ def _check_precision(precision: str) -> None:
 def _check_quantization(kind: ExportFormat, precision: str, quantize: str | None, calibrated: bool) -> None:
     if quantize is None:
         if calibrated:
-            raise InputError("calibration images are for --quantize int8, which is not asked for")
+            raise InputError("calibration images need --quantize int8")
         return
     if quantize not in QUANTIZATIONS:
         raise InputError(f"quantize must be one of {', '.join(QUANTIZATIONS)}; found {quantize!r}")

@@ -30,7 +30,7 @@ class ExportedModel(nn.Module):
         path = Path(file)
         kind = format_of(path)
         if kind is None:
-            raise InputError(f"{file} is no exported model: those end in {', '.join(SUFFIXES)}")
+            raise InputError(f"{file} is not an exported model: those end in {', '.join(SUFFIXES)}")
         if not path.is_file():
             raise InputError(f"{file}: no such file")
         kind.check()
@@ -40,7 +40,7 @@ class ExportedModel(nn.Module):
             self.fixed = None if about["batch"] == "dynamic" else int(about["batch"])
             self.shape = (int(about["channels"]), *map(int, about["size"]))
         except (ValueError, LookupError, TypeError) as error:
-            raise InputError(f"{file} does not say how its images are made ready: write it with hiap export") from error
+            raise InputError(f"{file} does not say how to prepare its images: write it with hiap export") from error
         self.run, self.about = opened.run, dict[str, Any](about)
         self.place = nn.Parameter(torch.empty(0), requires_grad=False)  # tells others that this is on the CPU
 

@@ -106,7 +106,7 @@ class DescribedFamily(Family):
         if not (isinstance(model, type) and issubclass(model, nn.Module)):
             raise InputError(f"model must be the class of the models, such as MyViT; found {model!r}")
         if len(mean) != len(std):
-            raise InputError(f"mean and std must have one value a channel; found {mean} and {std}")
+            raise InputError(f"mean and std must have one value per channel; found {mean} and {std}")
         self.name, self.model, self.tolerance = name, model, tolerance
         self.blocks_path, self.stem_path, self.head_path = blocks, stem, head
         self.paths = BlockPaths(

@@ -26,7 +26,7 @@ __all__ = ["Outside", "empty_block", "outside", "verify"]
 IMAGES = 2
 NOISE = 0.02  # added to every weight of the copy: zeros and ones would hide a lost bias or norm
 ROUNDING = 1e-5  # differences that float32 inside a model can make
-ROUNDED = "So little is likely to be rounding: if the blocks compute in float32 whatever they get, pass tolerance=1e-5"
+ROUNDED = "A difference this small is probably rounding: if the blocks always compute in float32, pass tolerance=1e-5"
 CAUSES = (
     "A block must compute x + scale1(out(attention(norm1(x)))), then x + scale2(fc2(act(fc1(norm2(x))))). Usual "
     "causes: a norm after the branch instead of before it, a missing residual, another activation, a softmax scale "

@@ -38,7 +38,7 @@ ViT: TypeAlias = Any
 
 _OTHERS = {  # what else is to say of timm's own classes
     "NaFlexVit": ", and its images have any size, so that it has no fixed number of tokens and MACs",
-    "VisionTransformerRelPos": ", and a network of its own makes its relative positions, once for all images",
+    "VisionTransformerRelPos": ", and a separate network makes its relative positions, once for all images",
     "VisionTransformerSAM": ", and its blocks attend in windows, with relative positions that multiply the queries",
 }
 _STEMS = (layers.PatchEmbed, layers.HybridEmbed)
@@ -236,7 +236,7 @@ def _widths(name: str, block: ViT) -> Widths:
     if type(attn) is not layers.Attention:
         reason = "it is not timm's standard attention"
         if hasattr(attn, "sub_norm"):
-            reason = "its heads normalise their values, so that a value dim that goes changes the others"
+            reason = "its heads normalise their values, so that removing one changes the others"
         refuse(f"{name}.attn", attn, reason, "rules to cut this attention")
     if type(mlp) not in (layers.Mlp, layers.GluMlp, GeGluMlp):
         refuse(f"{name}.mlp", mlp, "it is not timm's Mlp, GluMlp or GeGluMlp", "rules to cut this MLP")
@@ -284,7 +284,7 @@ def _restored(block: compact.Block) -> nn.Module:
 
 def check_units(name: str, block: ViT, linears: Iterable[str]) -> None:
     """Refuse a block of timm with a norm between units and the layer that reads them, or with odd Linears."""
-    between = "a norm between the units and the layer that reads them changes when a unit goes"
+    between = "a norm between the units and the layer that reads them changes when a unit is removed"
     none = nn.Identity()
     for owner, member in (("attn", getattr(block.attn, "norm", none)), ("mlp", getattr(block.mlp, "norm", none))):
         if not isinstance(member, nn.Identity) and not isinstance(block.mlp, GeGluMlp):  # which is before the units

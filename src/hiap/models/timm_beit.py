@@ -64,7 +64,7 @@ class BeitFamily(TimmFamily):
     def sites(self, model: ViT) -> list[Site]:
         self._check_around(model)
         if model.rel_pos_bias is not None:
-            reason = "all blocks share its relative positions, which cannot go with a head of one block"
+            reason = "all blocks share its relative positions, which cannot be removed with a head of one block"
             refuse("rel_pos_bias", model.rel_pos_bias, reason, "relative positions in each block")
         return [self._beit_site(f"blocks.{i}", block, model.embed_dim) for i, block in enumerate(model.blocks)]
 

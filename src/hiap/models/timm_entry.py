@@ -46,7 +46,7 @@ def entry_point(
         given = [name for name, value in asked.items() if value is not None]
         if given:
             raise InputError(
-                f"{folder} holds a {type(model).__name__}, which is no model of timm: {', '.join(given)} cannot be "
+                f"{folder} holds a {type(model).__name__}, which is not a timm model: {', '.join(given)} cannot be "
                 "set. Load it with hiap.load"
             )
         found: nn.Module = model.train()

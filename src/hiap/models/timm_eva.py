@@ -150,7 +150,7 @@ def _widths(name: str, block: ViT) -> Widths:
     if type(attn) not in (EvaAttention, layers.AttentionRope):
         refuse(f"{name}.attn", attn, "it is not timm's EvaAttention or AttentionRope", "rules to cut this attention")
     if getattr(attn, "num_kv_groups", 1) > 1:
-        reason = "several heads share keys and values, which cannot go with one of them"
+        reason = "several heads share keys and values, which cannot be removed with one of them"
         refuse(f"{name}.attn", attn, reason, "heads with keys and values of their own")
     if getattr(attn, "gate", None) is not None:
         refuse(f"{name}.attn.gate", attn.gate, "gated attention adds a third factor", "rules to cut the gate as well")

@@ -82,7 +82,7 @@ def hub_model(name: str, pretrained: bool, arguments: Mapping[str, Any], feature
         FAMILY.check_usage(file, usage)
     except Exception as error:
         raise ConfigError(
-            f"{name} cannot be had ({_reason(error)}). Pass hf: and a folder that save_pretrained wrote"
+            f"{name} cannot be loaded ({_reason(error)}). Pass hf: and a folder that save_pretrained wrote"
         ) from error
     cls = _class_for(config)
     if cls is None:
@@ -129,7 +129,7 @@ def _load(cls: Any, where: str, config: Any, pretrained: bool) -> ViT:
         lost = next(key for key in missing if key not in heads)
         raise InputError(f"its weights lack {lost}{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}")
     if report.get("mismatched_keys"):
-        raise InputError(f"its weights have another size of {sorted(map(str, report['mismatched_keys']))[0]}")
+        raise InputError(f"its weights have another shape of {sorted(map(str, report['mismatched_keys']))[0]}")
     if heads:
         FAMILY.set_classes(model, 0)
     return model

@@ -207,7 +207,7 @@ def _read_map(model: ViT, core: ViT, tokens: Tensor) -> Tensor:
     config = model.config
     if config.out_features[-1] != config.stage_names[-1]:
         raise InputError(
-            f"only the feature map of the last stage can be had from the last tokens; found {config.out_features[-1]}, "
+            f"only the last stage's feature map can be made from the last tokens; found {config.out_features[-1]}, "
             f"expected {config.stage_names[-1]} as the last of out_features"
         )
     last = getattr(core, "norm", None)

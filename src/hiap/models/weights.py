@@ -91,7 +91,8 @@ def teacher_model(name: str, weights: str | None, classes: int) -> tuple[nn.Modu
         model: nn.Module = timm.create_model(name, pretrained=weights is None, **own)
     except Exception as error:
         raise ConfigError(
-            f"the teacher {name} cannot be had ({short_reason(error)}). Pass --teacher-weights FILE, or --teacher self"
+            f"the teacher {name} cannot be loaded ({short_reason(error)}). "
+            "Pass --teacher-weights FILE, or --teacher self"
         ) from error
     if weights is not None:
         what = f"teacher {name} with the {classes} classes of the data"
@@ -121,8 +122,8 @@ def create_model(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.M
         known = timm.is_model(name) or maker == "torchvision"
         if pretrained and known and not isinstance(error, TypeError | InputError):
             raise ConfigError(
-                f"the pretrained weights of {name} cannot be had ({short_reason(error)}). Pass --weights FILE, or "
-                "--no-pretrained (with --dense-epochs) to begin without"
+                f"the pretrained weights of {name} cannot be loaded ({short_reason(error)}). Pass --weights FILE, or "
+                "--no-pretrained (with --dense-epochs) to start without"
             ) from error
         raise ConfigError(f"{maker} cannot make the model {name}{given}: {short_reason(error)}") from error
 
@@ -234,7 +235,7 @@ def _check_tensors(state: Any) -> None:
         raise TypeError("it holds the state of an optimiser")
     for name, value in state.items():
         if not isinstance(name, str):
-            raise TypeError(f"the name {SHORT.repr(name)} is no text")
+            raise TypeError(f"the name {SHORT.repr(name)} is not text")
         if not isinstance(value, Tensor):
             raise TypeError(f"{SHORT.repr(name)} is of type {type(value).__name__}, not a tensor")
         if value.layout != torch.strided or value.is_meta or value.is_quantized:

@@ -50,7 +50,7 @@ def align_heads(
         UnsupportedModelError: the model is of another family.
     """
     if is_gated(model):
-        raise InputError("heads are turned before gates are attached: take the gates out with hiap.detach first")
+        raise InputError("heads are aligned before gates are attached: remove the gates with hiap.detach first")
     check_finite(model)
     family = family_of(model)
     try:
@@ -79,7 +79,7 @@ def _watch(model: nn.Module, found: Sequence[_Moments], images: Iterable[Tensor]
         for hook in hooks:
             hook.remove()
     if not seen:
-        raise InputError("no images came, so there is nothing to tell the axes of heads by")
+        raise InputError("no images were given, so the heads cannot be aligned")
 
 
 class _Moments:

@@ -70,7 +70,7 @@ def attach(
     chosen = _check_granularities(granularities)
     kept = _check_blocks(keep_blocks, len(blocks))
     if is_gated(model):
-        raise InputError("the model already has gates; take them out with hiap.detach first")
+        raise InputError("the model already has gates; remove them with hiap.detach first")
     for i, site in enumerate(blocks):
         if "qk_dim" in chosen and site.qk_norm and i not in kept:
             raise UnsupportedModelError(

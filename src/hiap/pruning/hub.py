@@ -14,7 +14,7 @@ __all__ = ["HUB", "check_name", "local_folder", "upload"]
 
 HUB = "hf://"
 FILES = ("config.json", "model.safetensors", "preprocessor_config.json", "processor_config.json")  # of a compact model
-TOKEN = "run `hf auth login`, or put a token that may write into the variable HF_TOKEN"
+TOKEN = "run `hf auth login`, or put a token with write access into the variable HF_TOKEN"
 
 
 def local_folder(name: str | os.PathLike[str]) -> Path:
@@ -75,7 +75,7 @@ def upload(
 
     check_name(repo)
     if hub.get_token() is None:
-        raise InputError(f"the hub wants a token, and there is none here: {TOKEN}")
+        raise InputError(f"the hub needs a token, and there is none here: {TOKEN}")
     api = hub.HfApi(endpoint=_endpoint(), library_name="hiap")
     adding: Any = hub.CommitOperationAdd
     files = [adding(name, str(folder / name)) for name in FILES if (folder / name).is_file()]

@@ -78,7 +78,7 @@ def save(compact: nn.Module, folder: Folder, class_names: Sequence[str] | None =
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CheckpointError(f"{target.parent} cannot be made a folder: {error}") from error
+        raise CheckpointError(f"{target.parent} cannot be created as a folder: {error}") from error
     try:
         _write(target, config, state)
     except (OSError, SafetensorError) as error:

@@ -229,7 +229,7 @@ def dense_like(model: nn.Module) -> nn.Module:
     """The dense network a compact one came from, with random weights (speed ignores them)."""
     provenance = provenance_of(model)
     if provenance is None:
-        raise InputError("the model is not a compact one, so there is no dense model to set it against")
+        raise InputError("the model is not a compact one, so there is no dense model to compare it with")
     model = unmerged(model)
     family, dense = family_of(model), provenance.dense
     result = family.build_dense(family.describe(model, provenance.recipe), dense)
@@ -243,5 +243,5 @@ def find_topology(name: str) -> Topology:
     if name in shipped:
         return Topology.loads(shipped[name].read_text(encoding="utf-8"), name)
     if not Path(name).is_file():
-        raise InputError(f"no topology and no file {name!r}; topologies that come along: {', '.join(sorted(shipped))}")
+        raise InputError(f"no topology and no file {name!r}; included topologies: {', '.join(sorted(shipped))}")
     return Topology.load(name)

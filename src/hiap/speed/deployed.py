@@ -65,7 +65,8 @@ def speeds(
         if not gpu:
             raise
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        warnings.warn(f"compiled networks could not be timed here ({first}); the speed is without", stacklevel=2)
+        told = f"compiled networks could not be timed here ({first}); the speed is that of uncompiled ones"
+        warnings.warn(told, stacklevel=2)
         rows = bench(networks, device, batches, [precision], modes[:2], *often, say, kernels)
     found = []
     for batch in batches:

@@ -92,7 +92,7 @@ def measure(
     family = family_of(model)
     found = family.sites(model)
     if is_gated(model):
-        raise LatencyError("the model has gates: measure it without (hiap.detach, or a model made anew)")
+        raise LatencyError("the model has gates: measure it without (hiap.detach, or a new model)")
     most = {axis: max(getattr(site.widths, axis) or 0 for site in found) for axis in AXES}
     if not all(most.values()):
         raise LatencyError("the model has no attention or no FFN left; measure the dense one")

@@ -43,7 +43,7 @@ def parse_axis(text: str) -> Axis:
         raise InputError(f"--grid {text!r}: there is no option {option!r}; {meant}")
     values = tuple(value.strip() for value in listed.split(";" if ";" in listed else ",") if value.strip())
     if not values:
-        raise InputError(f"--grid {text!r} has no values: write them with commas between them, such as target=35%,50%")
+        raise InputError(f"--grid {text!r} has no values: separate them with commas, such as target=35%,50%")
     twice = [value for value in values if values.count(value) > 1]
     if twice:
         raise InputError(f"--grid {text!r} has the value {twice[0]!r} twice")

@@ -63,7 +63,7 @@ class Config(Options):
         if (self.target is None) == (self.lambda_macro is None and self.lambda_micro is None):
             wrong.append("give either target, or lambda_macro and lambda_micro")
         if "qk_dim" in (self.granularities or ()) and (self.lambda_macro or (self.target and len(set(self.ratio)) > 1)):
-            wrong.append("with qk_dim gates nothing of a head is fixed: lambda_macro must be 0 and the ratio 1:1")
+            wrong.append("with qk_dim gates heads have no fixed cost: lambda_macro must be 0 and the ratio 1:1")
         for name in self.trackers:
             if name in TRACKERS and find_spec(name) is None:
                 wrong.append(f"the tracker {name} is not installed: pip install 'hiap[{name}]'")

@@ -187,7 +187,7 @@ class Context:
         if top1 <= chance + 3 * spread and (self.parts.trained or self.parts.dense_epochs):
             warnings.warn(
                 f"the dense model scores {top1:.2f} %, near chance ({chance:.2f} %): are --mean, --std and --img-size "
-                "those it was trained with, and do the classes have the order of its labels?",
+                "those it was trained with, and are the classes in the order of its labels?",
                 stacklevel=2,
             )
 

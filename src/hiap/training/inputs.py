@@ -125,8 +125,8 @@ def check_inputs(context: Context, out: Path, given: Sequence[str], state: dict[
         )
     if state["processes"] != context.world:
         warnings.warn(
-            f"the run began with {state['processes']} processes and goes on with {context.world}: that is sound, but "
-            "its result is not bit-identical to that of a run left alone",
+            f"the run began with {state['processes']} processes and continues with {context.world}: this works, but "
+            "the result is not bit-identical to that of an uninterrupted run",
             stacklevel=2,
         )
     began, now = f"since the run in {out} began", course(context)

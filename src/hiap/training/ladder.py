@@ -90,7 +90,7 @@ class Ladder:
             raise BudgetError("pruning further needs a target, such as 25%")
         cost, kinds = self.config.cost, {Target.parse(one).kind for one in (new[0], last.target)}
         if cost != self.configs[-1].cost or (cost is None and len(kinds) > 1):  # a table has one unit for all targets
-            raise BudgetError(f"a target of {new[0]} counts something else than {last.target}, which is in {last.path}")
+            raise BudgetError(f"a target of {new[0]} has another unit than {last.target}, which is in {last.path}")
         self._plan()
 
     def descend(

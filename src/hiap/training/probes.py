@@ -152,8 +152,8 @@ def class_texts(folder: str, names: Sequence[str], template: str, device: torch.
     except Exception as error:  # whatever a library makes of another folder
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise InputError(
-            f"{folder} gives no texts ({lines[0][:200]}): pass the folder of a whole CLIP or SigLIP model with its "
-            "tokenizer"
+            f"{folder} cannot encode texts ({lines[0][:200]}): pass the folder of a whole CLIP or SigLIP model with "
+            "its tokenizer"
         ) from error
     return logits_of(found).float()
 

@@ -179,7 +179,7 @@ def finished_run(out: Path) -> list[Rung]:
         raise RunError(f"the run in {out} has not finished: go on with `hiap prune --resume --out {out}`")
     config = read_config(out / CONFIG)
     if config.target is None:
-        raise RunError(f"the run in {out} has no target; only one that has can be made to go further")
+        raise RunError(f"the run in {out} has no target; only a run with a target can be pruned further")
     return [Rung(config.target, out, config.epochs, "done")]
 
 

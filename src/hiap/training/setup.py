@@ -125,7 +125,7 @@ def normalisation(config: Config, model: nn.Module) -> Normalisation:
     mean, std = found
     if len(mean) != channels or len(std) != channels:
         raise ConfigError(
-            f"mean and std must have {channels} values, one a channel; found {list(mean)} and {list(std)}"
+            f"mean and std must have {channels} values, one per channel; found {list(mean)} and {list(std)}"
         )
     return mean, std
 
@@ -303,7 +303,7 @@ class Setup:
         there *= self.table_error
         if goal >= there:
             raise BudgetError(
-                f"a target of {self.config.target} ({say(goal)}) is not below what is there: the model in "
+                f"a target of {self.config.target} ({say(goal)}) is not below the last size: the model in "
                 f"{self.descent.above} has {say(there)}, {there / self.dense_cost:.1%} of the dense model; choose less"
             )
 

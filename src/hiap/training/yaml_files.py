@@ -52,7 +52,7 @@ def read_yaml(source: str) -> dict[str, Any]:
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{source} cannot be read: {str(error).splitlines()[0]}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{source} must hold options and values, one a line")
+        raise ConfigError(f"{source} must hold options and values, one per line")
     return values
 
 
@@ -89,7 +89,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         try:
             return super().construct_object(node, deep)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            self._refuse(f"{SHORT.repr(node.value)} is no {node.tag.rpartition(':')[2]} ({error})", node)
+            self._refuse(f"{SHORT.repr(node.value)} is not a valid {node.tag.rpartition(':')[2]} ({error})", node)
 
     def _refuse(self, problem: str, at: Any) -> NoReturn:
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)

@@ -109,7 +109,9 @@ class Options:
         None, "how the result will run, for a target in time: bf16,256,compile on CUDA, fp32,1,eager on a CPU"
     )
     granularities: list[str] | None = _option(
-        None, f"what has gates: {', '.join(GRANULARITIES)}; by default the first four, and q/k dims with a target"
+        None,
+        f"what has gates: {', '.join(GRANULARITIES)}; by default the first four, qk_dim too with a target, and "
+        "attention too with a target in time",
     )
     keep_blocks: list[int] = _option([], "blocks that are not pruned")
     min_heads: int = _option(1, "minimum number of heads in every layer")
@@ -145,8 +147,8 @@ class Options:
     opt: str = _option("adamw", "optimiser of timm")
     lr: float | None = _option(
         None,
-        "peak learning rate of the weights; by default 5e-4 * sqrt(batch_size / 256), less if all epochs together "
-        "have more than 300,000 images",
+        "peak learning rate of the weights; by default 5e-4 * sqrt(batch_size / 256), at most 1e-3, less if all "
+        "epochs together have more than 300,000 images",
     )
     min_lr: float = _option(1e-6, "final learning rate")
     warmup_epochs: float | None = _option(None, "epochs of linear warm-up; by default 5% of the epochs")

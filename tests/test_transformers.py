@@ -223,7 +223,7 @@ def test_a_backbone_gives_the_feature_maps_of_its_stages(case: str, x: torch.Ten
     assert [one.shape for one in compact(x).feature_maps] == [one.shape for one in maps]
     model.config.out_features = ["stage1"]
     with pytest.raises(
-        hiap.InputError, match=r"only the feature map of the last stage .* found stage1, expected stage3"
+        hiap.InputError, match=r"only the last stage.s feature map can be made .* found stage1, expected stage3"
     ):
         hiap.optimize(model)
 

@@ -362,7 +362,7 @@ def test_an_onnx_file_merges_like_the_model(folder: Path, capsys: pytest.Capture
     report = json.loads(Path(f"{file}.json").read_text())
     assert (report["merge_tokens"], report["macs"]) == (4, hiap.macs(merged))
     assert main(["export", str(folder), "--merge-tokens", "4", "--format", "timm", "-o", "new"]) == 1
-    assert "timm is a folder of plain weights" in capsys.readouterr().err
+    assert "--merge-tokens is for files; timm is a folder of plain weights" in capsys.readouterr().err
 
 
 def test_the_script_compares_pruning_merging_and_both(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

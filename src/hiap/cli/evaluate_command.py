@@ -44,7 +44,7 @@ def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
     command.add_argument(
         "--batch-size", type=positive, default=None, help="images at a time (default 256, on a CPU 64)"
     )
-    merging = "merge this many tokens in each block, for speed; the --against model does not merge"
+    merging = "merge this many tokens in each block, for speed; the --against model is not changed"
     command.add_argument("--merge-tokens", type=positive, metavar="R", help=merging)
     rounding = "8-bit weights with torchao: int8, or fp8 (a CUDA device of compute capability 8.9 or newer)"
     command.add_argument("--quantize", metavar="KIND", help=rounding)

@@ -31,7 +31,7 @@ def add_arguments(command: argparse.ArgumentParser, every_option: bool) -> None:
 def run(options: argparse.Namespace) -> int:
     if Path(options.model).is_dir():
         if options.img_size:
-            raise InputError(f"--img-size is for timm names; {options.model} has its own image size")
+            raise InputError(f"--img-size is for dense models given by name; {options.model} is a folder")
         check_one_size(Path(options.model))
         return _inspect_folder(Path(options.model))
     from hiap.cli.lookup import random_model

@@ -236,7 +236,7 @@ def _widths(name: str, block: ViT) -> Widths:
     if type(attn) is not layers.Attention:
         reason = "it is not timm's standard attention"
         if hasattr(attn, "sub_norm"):
-            reason = "its heads normalise their values, so that removing one changes the others"
+            reason = "its heads normalise their values, so that removing a value dim changes the others"
         refuse(f"{name}.attn", attn, reason, "rules to cut this attention")
     if type(mlp) not in (layers.Mlp, layers.GluMlp, GeGluMlp):
         refuse(f"{name}.mlp", mlp, "it is not timm's Mlp, GluMlp or GeGluMlp", "rules to cut this MLP")

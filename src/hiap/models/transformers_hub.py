@@ -129,7 +129,7 @@ def _load(cls: Any, where: str, config: Any, pretrained: bool) -> ViT:
         lost = next(key for key in missing if key not in heads)
         raise InputError(f"its weights lack {lost}{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}")
     if report.get("mismatched_keys"):
-        raise InputError(f"its weights have another shape of {sorted(map(str, report['mismatched_keys']))[0]}")
+        raise InputError(f"its weights have another shape for {sorted(map(str, report['mismatched_keys']))[0]}")
     if heads:
         FAMILY.set_classes(model, 0)
     return model

@@ -135,6 +135,16 @@ class TestInterruptions:
         with pytest.raises(RunError, match=text):
             self.resumed(stopped, tmp_path, **given)
 
+    @pytest.mark.parametrize(("targets", "name"), [("50%", "mine"), ("60%,40%", "mine/60%")])
+    def test_a_file_in_the_place_of_the_folder_is_named(
+        self, targets: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "mine").write_text("kept")
+        out = str(tmp_path / "mine")
+        assert main(["prune", "--config", "digits", "--target", targets, "--out", out]) == 1
+        assert f"hiap: {tmp_path / name} cannot be created as a folder: [Errno " in capsys.readouterr().err
+        assert (tmp_path / "mine").read_text() == "kept"
+
     def test_nothing_to_resume_is_said(
         self, stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:

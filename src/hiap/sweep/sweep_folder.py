@@ -101,7 +101,6 @@ class SweepFolder:
         lost = [folder for folder in lost if folder not in [path / name for _, name, _ in planned]]
         if lost:
             raise RunError(f"{lost[0] / CONFIG} is missing: put it back, or run the same command with its --grid again")
-        path.mkdir(parents=True, exist_ok=True)
         lock = hold(path)
         if lock is None:
             raise RunError(f"{path} is in use by another sweep")

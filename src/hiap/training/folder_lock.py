@@ -8,13 +8,23 @@ import weakref
 from pathlib import Path
 from typing import TextIO
 
+from hiap.errors import RunError
+
 __all__ = ["hold"]
 
 _held: weakref.WeakSet[TextIO] = weakref.WeakSet()
 
 
 def hold(folder: Path) -> TextIO | None:
-    """Lock a folder until the file that is returned is closed; None where another holds it."""
+    """Lock a folder, which is created if need be, until the file that is returned is closed; None if it is locked.
+
+    Raises:
+        RunError: the folder cannot be created, for instance because a file has its name.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"{folder} cannot be created as a folder: {error}") from error
     file = (folder / ".lock").open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -63,7 +63,6 @@ class RunFolder:
     def __init__(self, path: str | os.PathLike[str], config: str, resume: bool) -> None:
         self.path = Path(path)
         self.check(self.path, resume)
-        self.path.mkdir(parents=True, exist_ok=True)
         lock = hold(self.path)
         if lock is None:
             raise RunError(f"{self.path} is in use by another run")

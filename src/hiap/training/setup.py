@@ -304,7 +304,8 @@ class Setup:
         if goal >= there:
             raise BudgetError(
                 f"a target of {self.config.target} ({say(goal)}) is not below the last size: the model in "
-                f"{self.descent.above} has {say(there)}, {there / self.dense_cost:.1%} of the dense model; choose less"
+                f"{self.descent.above} has {say(there)}, {there / self.dense_cost:.1%} of the dense model; "
+                "name a smaller one"
             )
 
     def _dense_epochs(self) -> int:

@@ -31,8 +31,8 @@ def check(options: argparse.Namespace) -> None:
             raise ValueError(
                 "the methods of Torch-Pruning need it: pip install torch-pruning, or choose other --methods"
             )
-    if options.compile and (label_free(options) or assignments(options.set).get("distill_features")):
-        raise ValueError("--compile does not go with features, which are read between the blocks: leave it out")
+    if options.compile and label_free(options):
+        raise ValueError("--compile does not go with objective=features, which reads the pooled output: leave it out")
     if not options.data.is_dir():
         raise ValueError(f"--data {options.data} is no folder")
     if not (options.weights or options.model):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from hiap.budget.latency import LatencyCost, LatencyTable
 from hiap.nn.compact import Widths
@@ -19,12 +21,38 @@ from turns import alone
 
 def compile_steps(phase: Recover) -> Recover:
     """The phase with compiled training steps: the same up to rounding, and less work for a device that runs share."""
-    plain = type(phase.network).forward  # without the autocast around it, which the loss has too
+    network, teacher, objective = phase.network, phase.teacher, phase.objective
+    own, goals = objective.watched(network)
     torch.compiler.reset()  # for a process that runs several methods
-    phase.forward = torch.compile(partial(plain, phase.network), dynamic=False)
-    if phase.teacher is not None and phase.teacher.fast is not None:
-        phase.teacher.fast.compile(dynamic=False)
+    objective.unwrap = lambda _forward: network
+    plain = type(network).forward  # without the autocast around it, which the loss has too
+    phase.forward = _compiled(partial(plain, network), own)
+    if teacher is not None and teacher.fast is not None:
+        teacher.fast.forward = _compiled(teacher.fast.forward, goals)
     return phase
+
+
+def _compiled(forward: Callable[[Tensor], Tensor], blocks: Sequence[nn.Module]) -> Any:
+    """A compiled forward pass. The hooks of these blocks are called when it is over: they change with every step."""
+    compiled, sent = torch.compile(forward, dynamic=False), []
+    within = OrderedDict({0: lambda _block, _args, output: sent.append(output)})
+
+    def call(x: Tensor) -> Tensor:
+        hooks = [block._forward_hooks for block in blocks]
+        sent.clear()
+        try:
+            for block in blocks:
+                block._forward_hooks = within
+            output: Tensor = compiled(x)
+        finally:
+            for block, kept in zip(blocks, hooks, strict=True):
+                block._forward_hooks = kept
+        for block, kept, features in zip(blocks, hooks, sent, strict=True):
+            for hook in kept.values():
+                hook(block, (x,), features)
+        return output
+
+    return call
 
 
 def clock_error(context: Context, widths: Sequence[Widths]) -> float | None:

@@ -77,6 +77,8 @@ class FeatureObjective(Objective):
     unbiased estimate of that sum.
     """
 
+    compares_features = True
+
     def terms(self, model: nn.Module, x: Tensor, target: Tensor, goals: Goals | None = None) -> dict[str, Tensor]:
         return {name: distance for name, (distance, _) in self._compared(model, x).items()}
 
@@ -109,7 +111,7 @@ class FeatureObjective(Objective):
         teacher = self.teacher
         assert teacher is not None
         network = self.unwrap(model)
-        own_blocks, goal_blocks = self._watched(model)
+        own_blocks, goal_blocks = self.watched(model)
         own = self._features(network, own_blocks, lambda: model(x))
         with torch.no_grad():
             goal = self._features(teacher.network, goal_blocks, lambda: teacher(x))

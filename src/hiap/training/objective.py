@@ -152,8 +152,8 @@ class Objective:
         Args:
             goals: what the teacher says of the batch, where that is known.
         """
-        config, watched = self.config, self.teacher is not None and self.config.features_weight
-        with self.autocast(), watch_blocks(self._watched(model)[0] if watched else []) as features:
+        config = self.config
+        with self.autocast(), watch_blocks(self.watched(model)[0]) as features:
             logits = logits_of(model(x)).float()
         terms = {"task": task_loss(logits, target, config.smoothing)}
         goals = self.goals(model, x) if goals is None else goals
@@ -167,13 +167,18 @@ class Objective:
         """What the teacher says of a batch, if there is one. The model tells which of its blocks are compared."""
         if self.teacher is None:
             return None
-        watched = self._watched(model)[1] if self.config.features_weight else []
-        with self.autocast(), watch_blocks(watched) as features:
+        with self.autocast(), watch_blocks(self.watched(model)[1]) as features:
             return Goals(self.teacher(x), features)
 
-    def _watched(self, model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-        """The blocks whose outputs are compared, of the network and of its teacher."""
-        assert self.teacher is not None
+    @property
+    def compares_features(self) -> bool:
+        """Whether the features of the dense model are learned."""
+        return self.config.features_weight > 0
+
+    def watched(self, model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+        """The blocks whose outputs are compared, of the network and of its teacher; none where they are not."""
+        if self.teacher is None or not self.compares_features:
+            return [], []
         network = self.unwrap(model)
         own, goals = family_of(network).ends(network), self.teacher.blocks
         chosen = watched_blocks(len(own))

@@ -117,6 +117,7 @@ OWN |= {"lr": 5e-4, "seed": 0, "final": True, "device": "gpu"}
         ("compare_8740963.jsonl", 15),
         ("backbones.jsonl", 4),
         ("equal_time.jsonl", 149),
+        ("equal_time_features.jsonl", 12),
         ("equal_time_cpu.jsonl", 3),
         ("batch_1.jsonl", 16),
         ("batch_1_h200.jsonl", 8),
@@ -226,6 +227,22 @@ def test_networks_take_the_time_that_was_asked_for_and_hiap_is_best(start: str, 
                 means[method].append(run.top1)
         best = statistics.mean(means.pop("hiap_time"))
         assert len(means) == 3 and all(best > statistics.mean(values) for values in means.values())
+
+
+def test_with_features_a_target_in_macs_is_better_at_the_same_time() -> None:
+    """What the documentation says of DINOv2-S at 2.0x."""
+    top1, ms = defaultdict(list), defaultdict(list)
+    found = timings("equal_time_features.jsonl", "dinov2_small")
+    assert {target for target, _, _ in found} == {"1.86ms"}
+    for (_, method, _), (run, timing) in found.items():
+        gone = sum(widths[kind] is None for widths in run.widths for kind in ("heads", "neurons"))
+        neurons = [widths["neurons"] for widths in run.widths if widths["neurons"] is not None]
+        assert (gone, min(neurons), max(neurons)) == {"hiap_time": (7, 1408, 1536), "hiap": (0, 256, 1344)}[method]
+        top1[method].append(run.top1)
+        ms[method].append(timing.ms)
+    lead = statistics.mean(top1["hiap"]) - statistics.mean(top1["hiap_time"])
+    assert lead == pytest.approx(1.1, abs=0.05)
+    assert statistics.mean(ms["hiap"]) == pytest.approx(statistics.mean(ms["hiap_time"]), rel=1e-3)
 
 
 def test_tables_of_a_gpu_are_as_right_as_the_documentation_says() -> None:

@@ -13,7 +13,11 @@ from hiap.sweep.starting import OUTPUT, OnRay, _run_there
 from test_sweep import TARGETS, stand_in, swept, until
 
 
-def test_a_run_saves_however_often_it_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("before", [signal.default_int_handler, signal.SIG_IGN])
+def test_a_run_saves_however_often_it_is_cancelled(
+    before: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where interrupts were ignored before, as in a job that a shell has sent to the background."""
     monkeypatch.setenv("STAND_IN_SAVING", "1")
     (tmp_path / "wait").touch()
     (folder := tmp_path / "target=60%").mkdir()
@@ -25,12 +29,14 @@ def test_a_run_saves_however_often_it_is_cancelled(tmp_path: Path, monkeypatch: 
             time.sleep(0.25)
 
     canceller = threading.Thread(target=cancel)
+    handler = signal.signal(signal.SIGINT, before)
     canceller.start()
     try:
         with pytest.raises(KeyboardInterrupt):
             _run_there(stand_in(str(folder)), str(folder), str(tmp_path))
     finally:
         canceller.join()
+        signal.signal(signal.SIGINT, handler)
     assert (folder / OUTPUT).read_text() == "begun\nsaved\n"
 
 

@@ -198,6 +198,8 @@ def _run_there(command: list[str], folder: str, home: str) -> Outcome:
         return Outcome(
             1, f"{os.uname().nodename} does not see {missing}: all machines must share the folder of the sweep"
         )
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # inherited from a shell's background job
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     begun = _size(path)
     process = _popen([sys.executable, *command[1:]], path, {}, home)
     cancelled: BaseException | None = None

@@ -39,7 +39,6 @@ def _compiled(forward: Callable[[Tensor], Tensor], blocks: Sequence[nn.Module]) 
 
     def call(x: Tensor) -> Tensor:
         hooks = [block._forward_hooks for block in blocks]
-        sent.clear()
         try:
             for block in blocks:
                 block._forward_hooks = within
@@ -47,7 +46,8 @@ def _compiled(forward: Callable[[Tensor], Tensor], blocks: Sequence[nn.Module]) 
         finally:
             for block, kept in zip(blocks, hooks, strict=True):
                 block._forward_hooks = kept
-        for block, kept, features in zip(blocks, hooks, sent, strict=True):
+        found, sent[:] = list(sent), []  # nothing of a step is kept
+        for block, kept, features in zip(blocks, hooks, found, strict=True):
             for hook in kept.values():
                 hook(block, (x,), features)
         return output

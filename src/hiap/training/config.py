@@ -237,6 +237,11 @@ class Config(Options):
         return 10.0 if self.labelled and self.target and self.distill_weight and self._comparable else 0.0
 
     @property
+    def compares_features(self) -> bool:
+        """Whether features of the dense model are learned."""
+        return not self.labelled or self.features_weight > 0
+
+    @property
     def _comparable(self) -> bool:
         """Whether the teacher has the features of the model, token by token."""
         return self.teacher == "self" and self._every_patch

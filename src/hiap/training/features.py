@@ -77,8 +77,6 @@ class FeatureObjective(Objective):
     unbiased estimate of that sum.
     """
 
-    compares_features = True
-
     def terms(self, model: nn.Module, x: Tensor, target: Tensor, goals: Goals | None = None) -> dict[str, Tensor]:
         return {name: distance for name, (distance, _) in self._compared(model, x).items()}
 

@@ -170,14 +170,9 @@ class Objective:
         with self.autocast(), watch_blocks(self.watched(model)[1]) as features:
             return Goals(self.teacher(x), features)
 
-    @property
-    def compares_features(self) -> bool:
-        """Whether the features of the dense model are learned."""
-        return self.config.features_weight > 0
-
     def watched(self, model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
         """The blocks whose outputs are compared, of the network and of its teacher; none where they are not."""
-        if self.teacher is None or not self.compares_features:
+        if self.teacher is None or not self.config.compares_features:
             return [], []
         network = self.unwrap(model)
         own, goals = family_of(network).ends(network), self.teacher.blocks

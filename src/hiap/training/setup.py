@@ -101,15 +101,7 @@ def make_teacher(config: Config, dense: nn.Module, norm: Normalisation, other: n
     device = next(dense.parameters()).device
     dtype = torch.bfloat16 if config.precision == "bf16" else None
     if other is None:
-        return Teacher(
-            copy.deepcopy(dense),
-            norm,
-            norm,
-            None,
-            device,
-            dtype,
-            watched=config.features_weight > 0 or not config.labelled,
-        )
+        return Teacher(copy.deepcopy(dense), norm, norm, None, device, dtype, watched=config.compares_features)
     found = preprocessing_of(other)
     return Teacher(other, norm, (found.mean, found.std), found.size, device, dtype)
 
